@@ -1,0 +1,146 @@
+"""The arithmetic of training memory: Ψ parameters, K bytes of optimizer state each, N ranks.
+
+Two ways to the same numbers. The closed forms are those of the ZeRO paper (Rajbhandari et al., 2020,
+sections 3.1 and 5): bytes per parameter, times Ψ, with the sharded part divided by N. `predict` counts
+the bytes of a real model tensor by tensor, for each rank, and is exact: 1 B off is a bug.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .partition import Partition, assign_owners, by_count
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Bytes per parameter of one way to train with Adam."""
+
+    title: str
+    params: int  # what forward and backward compute with
+    grads: int
+    opt_state: int  # K: master copy of the parameters, if any, and the two moments
+
+
+RECIPES = {
+    "fp32": Recipe("full fp32", params=4, grads=4, opt_state=4 + 4),
+    "mixed": Recipe("mixed precision, fp32 master copy", params=2, grads=2, opt_state=4 + 4 + 4),
+    "mixed-fp32-grads": Recipe("mixed precision, fp32 gradients", params=2, grads=4 + 2, opt_state=12),
+    "bf16": Recipe("pure bf16, no master copy", params=2, grads=2, opt_state=2 + 2),
+}
+
+
+def model_states(psi: float, recipe: str = "mixed", world_size: int = 1, stage: int = 1) -> dict[str, float]:
+    """Bytes per rank of parameters, gradients and optimizer state, and their total, by closed form.
+
+    `stage` 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters
+    (P_os, P_os+g and P_os+g+p in the paper). Activations and temporary buffers are not in it.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
+    if stage not in (0, 1, 2, 3) or world_size < 1:
+        raise ValueError(f"stage is 0 to 3 and world_size at least 1, not {stage} and {world_size}")
+    r = RECIPES[recipe]
+    parts = {
+        "params": r.params * psi / (world_size if stage >= 3 else 1),
+        "grads": r.grads * psi / (world_size if stage >= 2 else 1),
+        "opt_state": r.opt_state * psi / (world_size if stage >= 1 else 1),
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def paper_table(psi: float = 7.5e9, worlds: Iterable[int] = (1, 4, 16, 64, 256, 1024)) -> list[dict]:
+    """The ZeRO paper's table 1: GB (1e9 bytes) per rank for a model of `psi` parameters, mixed precision."""
+    return [
+        {"N": n, **{f"stage {s}": model_states(psi, "mixed", n, s)["total"] / 1e9 for s in (1, 2, 3)}}
+        for n in worlds
+    ]
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What one rank holds between backward and step, in bytes."""
+
+    rank: int
+    params: int
+    grads: int
+    opt_state: int
+    counters: int  # Adam's `step`, a scalar per tensor: apart, because no closed form has it
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.opt_state + self.counters
+
+
+def is_counter(key: str) -> bool:
+    """Is this entry of an optimizer's state the count of its steps, and not data per parameter?"""
+    return key == "step"
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes of optimizer state that an optimizer holds now, and bytes of its step counters."""
+    entries = [(k, v) for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)]
+    return (
+        nbytes(v for k, v in entries if not is_counter(k)),
+        nbytes(v for k, v in entries if is_counter(k)),
+    )
+
+
+def predict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer],
+    world_size: int = 1,
+    partition: Partition | None = by_count,
+    **optimizer_kwargs,
+) -> list[RankBytes]:
+    """Bytes on each rank, once the first step has made the state; a list of `world_size` RankBytes.
+
+    `optimizer` is an optimizer (its groups' settings count) or a class with its keyword arguments.
+    `partition=None` means that nothing is sharded: every rank holds all of it, as in DDP. The model
+    may be on the meta device, where 7.5e9 parameters cost nothing: each parameter is stepped once
+    there by the very optimizer that is asked about, and the state that it makes is measured.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    owners = assign_owners(partition, trainable, world_size) if partition else None
+    per_param = _state_of_each(trainable, optimizer, optimizer_kwargs)
+    result = []
+    for rank in range(world_size):
+        mine = [s for i, s in enumerate(per_param) if owners is None or owners[i] == rank]
+        result.append(
+            RankBytes(
+                rank,
+                params=nbytes(model.parameters()),
+                grads=nbytes(trainable),
+                opt_state=sum(state for state, _ in mine),
+                counters=sum(counters for _, counters in mine),
+            )
+        )
+    return result
+
+
+def _state_of_each(params, optimizer, kwargs) -> list[tuple[int, int]]:
+    """(state, counters) bytes of each parameter, found by one step of a copy of it on the meta device."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        cls = type(optimizer)
+        settings = {
+            p: {k: v for k, v in g.items() if k != "params"}
+            for g in optimizer.param_groups
+            for p in g["params"]
+        }
+    else:
+        cls, settings = optimizer, {p: kwargs for p in params}
+    sizes = []
+    for p in params:
+        copy = nn.Parameter(torch.empty_like(p, device="meta"))
+        copy.grad = torch.empty_like(copy)
+        group = {"params": [copy], **settings.get(p, {}), "foreach": False, "fused": False}
+        probe = cls([group], **({"lr": group["lr"]} if "lr" in group else {}))
+        probe.step()
+        sizes.append(state_bytes(probe))
+    return sizes

@@ -1,0 +1,36 @@
+"""Phases of a training step, under names that the trace, the memory ledger and the notebooks share.
+
+A class that works behind the backward pass says what it does and with which tensors::
+
+    with phase("launch", 3):          # "zero1.launch 3" in the profiler's trace
+        announce("buckets", [flat])   # "from now on this storage is a bucket"
+
+Nobody has to listen: without a listener both cost a few microseconds.
+"""
+
+from collections.abc import Iterable
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.profiler import record_function
+
+listeners = []  # objects with .enter(name), .leave(name) and .announce(category, tensors)
+
+
+@contextmanager
+def phase(name: str, index: int | None = None):
+    """Mark a stretch of a step: `name`, and which bucket or parameter it works on."""
+    for listener in listeners:
+        listener.enter(name)
+    with record_function(f"zero1.{name}" if index is None else f"zero1.{name} {index}"):
+        yield
+    for listener in listeners:
+        listener.leave(name)
+
+
+def announce(category: str, tensors: Iterable[Tensor]) -> None:
+    """Tell listeners what these tensors are: "params", "grads", "opt_state" or "buckets"."""
+    if listeners:
+        tensors = list(tensors)
+        for listener in listeners:
+            listener.announce(category, tensors)
