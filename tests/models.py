@@ -18,7 +18,9 @@ from zero1_helpers import (
 class MLP(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)])
+        self.layers = nn.ModuleList(
+            [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)]
+        )
 
     def forward(self, x):
         for layer in self.layers[:-1]:
@@ -146,7 +148,9 @@ class Variant:
             options = {"overlap-lag0": {"lag": 0}, "overlap-lag4": {"lag": 4},
                        "overlap-after": {"step_in_backward": False}}.get(name, {})  # fmt: skip
             self.optimizer = ShardedOptimizer(optimizer_cls, model, **kwargs)
-            self.model = SimpleDDPBucketAsync(model, self.optimizer, bucket_cap_mb=self.cap, **options)
+            self.model = SimpleDDPBucketAsync(
+                model, self.optimizer, bucket_cap_mb=self.cap, **options
+            )
             return
         wrapper = {"async": SimpleDDPAsync, "bucket": SimpleDDPBucket}.get(name, SimpleDDP)
         self.model = wrapper(model, bucket_cap_mb=self.cap) if name == "bucket" else wrapper(model)

@@ -9,12 +9,16 @@ from .models import MODELS, OPTIMIZERS, VARIANTS, Variant, data, loss_of, make
 
 def max_difference(model, reference):
     """Largest difference of a parameter, relative to its largest value."""
-    pairs = [(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True) if p.numel()]
+    pairs = [
+        (p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True) if p.numel()
+    ]
     return max(float((p - q).abs().max() / q.abs().max().clamp(min=1)) for p, q in pairs)
 
 
 def bits_differ(model):
-    flat = torch.cat([p.detach().reshape(-1).contiguous().view(torch.uint8) for p in model.parameters()])
+    flat = torch.cat(
+        [p.detach().reshape(-1).contiguous().view(torch.uint8) for p in model.parameters()]
+    )
     everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, flat)
     return any(not torch.equal(flat, other) for other in everyone)
@@ -38,7 +42,9 @@ def follow_one_process(rank, world_size, model_name, steps=4):
 
                 loss_of(variant.model, x[rank], y[rank]).backward()
                 variant.finish()
-                assert not bits_differ(variant.model), f"{variant_name}, {optimizer_name}: ranks differ"
+                assert not bits_differ(variant.model), (
+                    f"{variant_name}, {optimizer_name}: ranks differ"
+                )
                 worst = max(worst, max_difference(variant.model, reference))
             found[variant_name, optimizer_name] = worst
     return found
@@ -64,7 +70,9 @@ def moved(rank, world_size):
             x, y = data(step, world_size)
             loss_of(variant.model, x[rank], y[rank]).backward()
             variant.finish()
-        found[variant_name] = max(float((p - q).abs().max()) for p, q in zip(model.idle.parameters(), before))
+        found[variant_name] = max(
+            float((p - q).abs().max()) for p, q in zip(model.idle.parameters(), before, strict=True)
+        )
     return found
 
 
@@ -80,7 +88,9 @@ def stress(rank, world_size, steps):
     variant = Variant("overlap", model, torch.optim.SGD, lr=0.01)
     g = torch.Generator().manual_seed(rank)
     for p in model.parameters():
-        p.register_hook(lambda grad: torch.randn(int(torch.randint(1, 40000, (), generator=g))).sort() and None)
+        p.register_hook(
+            lambda grad: torch.randn(int(torch.randint(1, 40000, (), generator=g))).sort() and None
+        )
     reference = make(model_cls)
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.01)
     for step in range(steps):

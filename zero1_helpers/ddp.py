@@ -37,10 +37,19 @@ class SimpleDDP(nn.Module):
     DistributedDataParallel (Li et al., VLDB 2020).
     """
 
-    def __init__(self, model: nn.Module, *, process_group=None, broadcast_parameters=False, broadcast_buffers=True):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        process_group=None,
+        broadcast_parameters=False,
+        broadcast_buffers=True,
+    ):
         super().__init__()
         if not dist.is_initialized():
-            raise RuntimeError("no process group: run %dist_init, or torch.distributed.init_process_group")
+            raise RuntimeError(
+                "no process group: run %dist_init, or torch.distributed.init_process_group"
+            )
         if earlier := _wrapper_of.get(model):
             if earlier() is not None:
                 earlier().remove()
@@ -77,9 +86,11 @@ class SimpleDDP(nn.Module):
         with phase("sync"):
             used_here = [p.grad is not None for p in params]
             used = torch.tensor(used_here, dtype=torch.int32, device=params[0].device)
+            announce("buckets", [used])
             dist.all_reduce(used, group=self.process_group)  # on how many ranks, for each parameter
             # What is used here is used somewhere: no need to read the answer back from the device.
-            for p, used_somewhere in zip(params, used_here if all(used_here) else used.tolist(), strict=True):
+            used = used_here if all(used_here) else used.tolist()
+            for p, used_somewhere in zip(params, used, strict=True):
                 if used_somewhere:
                     flat = dense(torch.zeros_like(p) if p.grad is None else p.grad, self._names[p])
                     dist.all_reduce(flat, group=self.process_group)
@@ -93,7 +104,9 @@ class SimpleDDP(nn.Module):
     def _check_trainable(self) -> None:
         for name, p in self.module.named_parameters():
             if p.requires_grad and p not in self._names:
-                raise RuntimeError(f"parameter {name} became trainable after the model was wrapped; wrap it again")
+                raise RuntimeError(
+                    f"parameter {name} became trainable after the model was wrapped; wrap it again"
+                )
 
 
 class SimpleDDPAsync(SimpleDDP):
@@ -128,8 +141,10 @@ class SimpleDDPAsync(SimpleDDP):
     def forward(self, *args, **kwargs):
         if torch.is_grad_enabled():
             if any(bucket.ready for bucket in self.buckets):
-                raise RuntimeError("forward before the gradients of the last backward were finished; "
-                                   "call wait_for_gradients() first")
+                raise RuntimeError(
+                    "forward before the gradients of the last backward were finished; "
+                    "call wait_for_gradients() first"
+                )
             self._open = True
         return super().forward(*args, **kwargs)
 
@@ -138,8 +153,10 @@ class SimpleDDPAsync(SimpleDDP):
             return
         bucket = self._bucket_of[param]
         if param in bucket.ready:
-            raise RuntimeError(f"a second gradient for {self._names[param]} before wait_for_gradients(); "
-                               "put all but the last backward under no_sync()")
+            raise RuntimeError(
+                f"a second gradient for {self._names[param]} before wait_for_gradients(); "
+                "put all but the last backward under no_sync()"
+            )
         self._open = True
         bucket.ready.add(param)
         while self._num_launched < len(self.buckets) and self.buckets[self._num_launched].is_full:
@@ -230,7 +247,10 @@ class Bucket:
         self.ready.update(self.params)
         announce("grads", [p.grad for p in self.params if p.grad is not None])
         self.used_here = [p.grad is not None for p in self.params]
-        pieces = [p.new_zeros(p.numel()) if p.grad is None else dense(p.grad, names[p]) for p in self.params]
+        pieces = [
+            p.new_zeros(p.numel()) if p.grad is None else dense(p.grad, names[p])
+            for p in self.params
+        ]
         flags = pieces[0].new_ones(len(self.params))
         for i, used in enumerate(self.used_here):
             if not used:
@@ -269,7 +289,9 @@ def plan_buckets(params: Sequence[Tensor], cap_bytes: float) -> list[Bucket]:
 def dense(grad: Tensor, name: str) -> Tensor:
     """A gradient as one row: a view where its layout allows, a copy where not (channels-last)."""
     if grad.layout != torch.strided:
-        raise TypeError(f"the gradient of {name} is sparse; use a dense layer (Embedding(sparse=False))")
+        raise TypeError(
+            f"the gradient of {name} is sparse; use a dense layer (Embedding(sparse=False))"
+        )
     return grad.reshape(-1)
 
 
@@ -302,14 +324,19 @@ def check_same_structure(model: nn.Module, process_group=None) -> None:
     highest = torch.tensor([number, -number], dtype=torch.int64, device=device)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=process_group)
     if highest[0] != -highest[1]:
-        raise ValueError("the model is not the same on all ranks: names, shapes, dtypes or frozen parameters differ")
+        raise ValueError(
+            "the model is not the same on all ranks: names, shapes, dtypes or frozen parameters differ"
+        )
 
 
 @torch.no_grad()
 def check_same_values(model: nn.Module, process_group=None) -> None:
     """Raise ValueError on every rank unless all hold rank 0's bits; names the first that differs."""
     saved = {id(b) for b in saved_buffers(model)}
-    tensors = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if id(b) in saved)]
+    tensors = [
+        *model.named_parameters(),
+        *((n, b) for n, b in model.named_buffers() if id(b) in saved),
+    ]
     if not tensors:
         return
     differs = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0][1].device)
@@ -321,5 +348,7 @@ def check_same_values(model: nn.Module, process_group=None) -> None:
     dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=process_group)
     if differs.any():
         name = tensors[int(differs.nonzero()[0])][0]
-        raise ValueError(f"Model parameters are not synced across ranks: {name} differs. Use set_seed before "
-                         "the model is made, or pass broadcast_parameters=True")
+        raise ValueError(
+            f"Model parameters are not synced across ranks: {name} differs. Use set_seed before "
+            "the model is made, or pass broadcast_parameters=True"
+        )

@@ -27,12 +27,16 @@ class Recipe:
 RECIPES = {
     "fp32": Recipe("full fp32", params=4, grads=4, opt_state=4 + 4),
     "mixed": Recipe("mixed precision, fp32 master copy", params=2, grads=2, opt_state=4 + 4 + 4),
-    "mixed-fp32-grads": Recipe("mixed precision, fp32 gradients", params=2, grads=4 + 2, opt_state=12),
+    "mixed-fp32-grads": Recipe(
+        "mixed precision, fp32 gradients", params=2, grads=4 + 2, opt_state=12
+    ),
     "bf16": Recipe("pure bf16, no master copy", params=2, grads=2, opt_state=2 + 2),
 }
 
 
-def model_states(psi: float, recipe: str = "mixed", world_size: int = 1, stage: int = 1) -> dict[str, float]:
+def model_states(
+    psi: float, recipe: str = "mixed", world_size: int = 1, stage: int = 1
+) -> dict[str, float]:
     """Bytes per rank of parameters, gradients and optimizer state, and their total, by closed form.
 
     `stage` 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters
@@ -51,12 +55,35 @@ def model_states(psi: float, recipe: str = "mixed", world_size: int = 1, stage: 
     return {**parts, "total": sum(parts.values())}
 
 
-def paper_table(psi: float = 7.5e9, worlds: Iterable[int] = (1, 4, 16, 64, 256, 1024)) -> list[dict]:
+def paper_table(
+    psi: float = 7.5e9, worlds: Iterable[int] = (1, 4, 16, 64, 256, 1024)
+) -> list[dict]:
     """The ZeRO paper's table 1: GB (1e9 bytes) per rank for a model of `psi` parameters, mixed precision."""
     return [
-        {"N": n, **{f"stage {s}": model_states(psi, "mixed", n, s)["total"] / 1e9 for s in (1, 2, 3)}}
+        {
+            "N": n,
+            **{f"stage {s}": model_states(psi, "mixed", n, s)["total"] / 1e9 for s in (1, 2, 3)},
+        }
         for n in worlds
     ]
+
+
+# Bytes that one rank sends for a collective on a tensor of 1 byte, by ring algorithms on n ranks
+# (Patarasuk and Yuan, 2009; the "bus bandwidth" factors of NVIDIA's nccl-tests). The tensor is the
+# whole one: what all-reduce and broadcast take, reduce-scatter's input, all-gather's output.
+RING_FACTOR = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0 if n > 1 else 0.0,
+}
+
+
+def bytes_sent(op: str, size: int, world_size: int) -> float:
+    """Bytes that a rank sends (its link carries) for one collective on `size` bytes."""
+    if op not in RING_FACTOR:
+        raise ValueError(f"unknown collective {op!r}; known are {', '.join(RING_FACTOR)}")
+    return RING_FACTOR[op](world_size) * size
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -85,7 +112,9 @@ def is_counter(key: str) -> bool:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Bytes of optimizer state that an optimizer holds now, and bytes of its step counters."""
-    entries = [(k, v) for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)]
+    entries = [
+        (k, v) for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)
+    ]
     return (
         nbytes(v for k, v in entries if not is_counter(k)),
         nbytes(v for k, v in entries if is_counter(k)),

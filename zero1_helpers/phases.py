@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.profiler import record_function
 
-listeners = []  # objects with .enter(name), .leave(name) and .announce(category, tensors)
+listeners = []  # objects with .enter(name, index), .leave(name, index) and .announce(category, tensors)
 
 
 @contextmanager
 def phase(name: str, index: int | None = None):
     """Mark a stretch of a step: `name`, and which bucket or parameter it works on."""
     for listener in listeners:
-        listener.enter(name)
+        listener.enter(name, index)
     with record_function(f"zero1.{name}" if index is None else f"zero1.{name} {index}"):
         yield
     for listener in listeners:
-        listener.leave(name)
+        listener.leave(name, index)
 
 
 def announce(category: str, tensors: Iterable[Tensor]) -> None:

@@ -7,7 +7,7 @@ parameter updates it, and the others receive the result.
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,9 +34,14 @@ class ZeROOne(torch.optim.Optimizer):
     must be equal on all ranks by the time of `step()`; a DDP wrapper sees to that.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, partition: Partition = by_count, process_group=None):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, partition: Partition = by_count, process_group=None
+    ):
         self.optimizer, self.partition, self.process_group = optimizer, partition, process_group
-        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.rank, self.world_size = (
+            dist.get_rank(process_group),
+            dist.get_world_size(process_group),
+        )
         self.param_to_owner_rank: dict[Tensor, int] = {}
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
@@ -51,7 +56,9 @@ class ZeROOne(torch.optim.Optimizer):
         new = [p for p in self.params if p.requires_grad and p not in self.param_to_owner_rank]
         if not new:
             return
-        self.param_to_owner_rank |= zip(new, assign_owners(self.partition, new, self.world_size), strict=True)
+        self.param_to_owner_rank |= zip(
+            new, assign_owners(self.partition, new, self.world_size), strict=True
+        )
         self._drop_others_state()
 
     def _drop_others_state(self) -> None:
@@ -83,8 +90,10 @@ class ZeROOne(torch.optim.Optimizer):
                 broadcast(p, owner, self.process_group)
 
     def state_dict(self):
-        raise RuntimeError("state_dict() would hold the shard of this rank only; to save just that, rank by rank, "
-                           "ask for it by name: optimizer.optimizer.state_dict()")
+        raise RuntimeError(
+            "state_dict() would hold the shard of this rank only; to save just that, rank by rank, "
+            "ask for it by name: optimizer.optimizer.state_dict()"
+        )
 
     def load_state_dict(self, state_dict) -> None:
         """Take a whole optimizer's state, or this rank's shard; what others own is dropped."""
@@ -104,11 +113,21 @@ class ShardedOptimizer(ZeROOne):
 
     The post makes one small optimizer for each parameter. One optimizer that is shown only the
     parameters at hand does the same, since state is kept per parameter, and it keeps a single lr.
-    `step()` is the step after backward: it does nothing when all parameters have been stepped already.
+    `model` may also be what a torch optimizer takes: parameters, or groups of them with settings of
+    their own. `step()` is the step after backward: nothing, when all have been stepped already.
     """
 
-    def __init__(self, optimizer_cls, model: nn.Module, *, partition=by_count, process_group=None, **optimizer_kwargs):
-        optimizer = optimizer_cls(model.parameters(), **optimizer_kwargs)
+    def __init__(
+        self,
+        optimizer_cls: type[torch.optim.Optimizer],
+        model: nn.Module | Iterable,
+        *,
+        partition=by_count,
+        process_group=None,
+        **optimizer_kwargs,
+    ):
+        params = model.parameters() if isinstance(model, nn.Module) else model
+        optimizer = optimizer_cls(params, **optimizer_kwargs)
         super().__init__(optimizer, partition, process_group)
 
     def step_parameter(self, param: Tensor) -> "Broadcast":
@@ -116,7 +135,9 @@ class ShardedOptimizer(ZeROOne):
         return self.step_parameters([param])[0]
 
     @torch.no_grad()
-    def step_parameters(self, params: Sequence[Tensor], index: int | None = None) -> list["Broadcast"]:
+    def step_parameters(
+        self, params: Sequence[Tensor], index: int | None = None
+    ) -> list["Broadcast"]:
         """Step parameters of one dtype; `index` is the bucket's, for the trace."""
         with phase("step", index), only(self.optimizer, {p for p in params if self.is_mine(p)}):
             self.optimizer.step()
@@ -161,7 +182,9 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
         super().__init__(model, bucket_cap_mb, **kwargs)
         for p, name in self._names.items():
             if p not in zero1_optimizer.param_to_owner_rank:
-                raise ValueError(f"parameter {name} is not in the optimizer; make it from the same model")
+                raise ValueError(
+                    f"parameter {name} is not in the optimizer; make it from the same model"
+                )
         self.zero1_optimizer = zero1_optimizer
         self.lag = lag if step_in_backward else len(self.buckets)
         self._broadcasts: deque[list[Broadcast]] = deque()  # one list a bucket
@@ -170,7 +193,9 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
 
     def forward(self, *args, **kwargs):
         if self._broadcasts:
-            raise RuntimeError("forward before the parameters have arrived; call wait_for_broadcasts() first")
+            raise RuntimeError(
+                "forward before the parameters have arrived; call wait_for_broadcasts() first"
+            )
         return super().forward(*args, **kwargs)
 
     def _launch(self, bucket: Bucket) -> None:

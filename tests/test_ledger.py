@@ -1,0 +1,174 @@
+"""The ledger's bytes are the true bytes, for every variant, while collectives run behind backward."""
+
+import weakref
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from zero1_helpers import phases
+from zero1_helpers.ledger import MARKER, MemoryLedger, Note, account, peaks
+from zero1_helpers.memory_math import nbytes, predict, state_bytes
+from zero1_helpers.profiling import read_trace
+from zero1_helpers.runs import STATES
+
+from .models import MLP, OPTIMIZERS, VARIANTS, UnusedOnSomeRanks, Variant, data, loss_of, make
+
+
+class Buckets:
+    """Storages of announced buckets that something still holds."""
+
+    def __init__(self):
+        self.refs = []
+
+    def announce(self, category, tensors):
+        self.refs += [weakref.ref(t) for t in tensors if category == "buckets"]
+
+    def enter(self, name, index):
+        pass
+
+    leave = enter
+
+    def storages(self):
+        alive = [ref() for ref in self.refs]
+        return {t.untyped_storage().data_ptr() for t in alive if t is not None}
+
+
+def profile_steps(rank, world_size, name, optimizer_name, model_cls):
+    """Train under the profiler; the truth about the states is read off the tensors at every edge."""
+    cls, kwargs = OPTIMIZERS[optimizer_name]
+    variant = Variant(name, make(model_cls), cls, **kwargs)
+    ledger = MemoryLedger(variant.model, variant.optimizer)
+    truth, buckets = [], Buckets()
+
+    def edge():
+        """Look, and note which marker it was and what is true at it."""
+        state, counters = state_bytes(variant.optimizer)
+        grads = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes()
+                 for p in variant.model.parameters() if p.grad is not None}  # fmt: skip
+        while buckets.storages() - grads.keys():
+            pass  # gloo's threads still hold one; only the gradients' own buckets outlive a phase
+        ledger.look()
+        truth.append((len(ledger.notes) - 1, {
+            "params": nbytes(variant.model.parameters()), "opt_state": state, "counters": counters,
+            "grads or buckets": sum(grads.values()),
+        }))  # fmt: skip
+
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True
+    ) as prof:
+        phases.listeners += [ledger, buckets]
+        try:
+            edge()
+            for step in range(3):
+                x, y = data(step, world_size)
+                loss = loss_of(variant.model, x[rank], y[rank])
+                edge()
+                loss.backward()
+                variant.finish()
+                del x, y, loss
+                edge()
+                prof.step()
+        finally:
+            phases.listeners.clear()
+    return read_trace(prof)["traceEvents"], ledger.notes, truth
+
+
+def at_marker(memory, events, number):
+    """Bytes by category right after a marker."""
+    ts = next(
+        e["ts"] for e in events if e.get("name") == f"{MARKER}{number}" and e.get("ph") == "X"
+    )
+    return memory[memory.time_us <= ts].groupby("category")["delta"].sum().to_dict()
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_category_is_exact_at_every_marker(ranks, name, optimizer):
+    for events, notes, truth in ranks(profile_steps, 2, name, optimizer, UnusedOnSomeRanks):
+        memory = account(events, notes)
+        assert len(truth) == 7
+        for number, true in truth:
+            found = at_marker(memory, events, number)
+            for category in ("params", "opt_state", "counters"):
+                assert found.get(category, 0) == true[category], (number, category)
+            # A gradient handed back as a view of its bucket is a bucket in the ledger.
+            held = found.get("grads", 0) + found.get("buckets", 0)
+            assert held == true["grads or buckets"], (number, found)
+        last = at_marker(memory, events, truth[-1][0])
+        assert sum(last.values()) == sum(truth[-1][1].values())  # nothing else outlives a step
+
+
+def test_peaks_are_the_predicted_bytes(ranks):
+    predicted = predict(make(MLP), torch.optim.AdamW, 2)
+    for name in ("ddp", "zero1", "overlap"):
+        for rank, (events, notes, _) in enumerate(ranks(profile_steps, 2, name, "adamw", MLP)):
+            found = peaks(account(events, notes))
+            assert found["params"] == predicted[rank].params
+            whole = sum(p.opt_state for p in predicted)
+            assert found["opt_state"] == (whole if name == "ddp" else predicted[rank].opt_state)
+            if name == "overlap":  # gradients are freed bucket by bucket
+                assert found["grads"] < predicted[rank].grads
+            else:
+                assert found["grads"] == predicted[rank].grads
+            assert found["peak"] >= found["peak_states"] >= found["params"] + found["opt_state"]
+
+
+def memory_event(ts, address, size, device=0):
+    args = {"Addr": address, "Bytes": size, "Device Type": device}
+    return {"ph": "i", "name": "[memory]", "ts": ts, "args": args}
+
+
+def annotation(ts, name, dur=1):
+    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": ts, "dur": dur}
+
+
+def total_at(memory, ts):
+    return {
+        c: int(d)
+        for c, d in memory[memory.time_us <= ts].groupby("category")["delta"].sum().items()
+        if d
+    }
+
+
+def test_what_the_allocator_does_not_tell():
+    events = [
+        annotation(0, "ProfilerStep#0", 100),
+        annotation(1, "ledger 0"),
+        memory_event(5, 0x10, 8),  # the batch
+        annotation(10, "zero1.forward", 10),
+        memory_event(12, 0x20, 16),
+        memory_event(25, 0x30, 32),  # born in backward, named a gradient later
+        annotation(30, "ledger 1"),
+        memory_event(40, 0x20, 64),  # the same address: 16 bytes were freed and nobody said so
+        memory_event(50, 0x30, -32),
+        memory_event(55, 0x99, -7),  # older than the window and never named: not ours
+        annotation(60, "ledger 2"),
+        memory_event(65, 0x30, 32),  # not the one that is gone
+        annotation(70, "ledger 3"),
+    ]
+    notes = [
+        Note(True, {0x1: ("params", 100), 0x2: ("grads", 50)}, []),
+        Note(True, {0x1: ("params", 100), 0x30: ("grads", 32)}, []),  # 0x2 is gone
+        Note(False, {0x20: ("buckets", 64)}, []),
+        Note(False, {}, [(0x20, 2), (0x30, 2)]),  # freed out of sight
+    ]
+    memory = account(events, notes)
+    assert total_at(memory, 0) == {"params": 100, "grads": 50}
+    assert total_at(memory, 26) == {"params": 100, "grads": 82, "other": 8, "activations": 16}
+    assert total_at(memory, 35) == {"params": 100, "grads": 32, "other": 8, "activations": 16}
+    assert total_at(memory, 45) == {"params": 100, "grads": 32, "other": 8, "buckets": 64}
+    assert total_at(memory, 66) == {"params": 100, "other": 8, "buckets": 64, "temporaries": 32}
+    assert total_at(memory, 99) == {"params": 100, "other": 8, "temporaries": 32}
+    assert peaks(memory)["peak_states"] == 100 + 32 + 64
+    assert set(memory.category) <= {*STATES, "counters", "activations", "temporaries", "other"}
+
+
+def test_cuda_blocks_are_rounded_as_its_allocator_does():
+    events = [
+        annotation(0, "ledger 0"),
+        memory_event(1, 0x5, 512, device=1),
+        memory_event(2, 0x6, 9, device=0),
+    ]
+    memory = account(events, [Note(True, {0x1: ("params", 600)}, [])], cuda=True)
+    assert total_at(memory, 9) == {"params": 1024, "other": 512}

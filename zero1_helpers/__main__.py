@@ -1,0 +1,128 @@
+"""Command line: `python -m zero1_helpers` (installed as `zero1`) record | figures | report."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# Before torch is imported: its libraries read these once.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, OSError) as error:
+        print(f"zero1 {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(prog="zero1", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    record = commands.add_parser("record", help="train one variant under the profiler, write a run")
+    record.add_argument("--variant", required=True, help="ddp, zero1, zero1-async, …")
+    record.add_argument(
+        "--preset", default="tiny", help="tiny or smollm2-360m (default: %(default)s)"
+    )
+    record.add_argument(
+        "--ranks", type=int, default=4, help="processes to start (default: %(default)s)"
+    )
+    record.add_argument(
+        "--steps", type=int, default=4, help="steps to record (default: %(default)s)"
+    )
+    record.add_argument(
+        "--batch-size", type=int, help="examples per rank and step (default: the preset's)"
+    )
+    record.add_argument(
+        "--link", default="none", choices=["none"], help="the interconnect as it is"
+    )
+    record.add_argument(
+        "--out", required=True, type=Path, help="folder of the run, replaced if it is one"
+    )
+    record.add_argument("--raw", action="store_true", help="keep the profiler's own traces, too")
+    record.set_defaults(run=run_record)
+
+    figures = commands.add_parser("figures", help="draw every figure from recorded runs")
+    figures.add_argument("--runs", default=Path("traces"), type=Path)
+    figures.add_argument("--out", default=Path("figures"), type=Path)
+    figures.add_argument("--theme", default="both", choices=["light", "dark", "both"])
+    figures.set_defaults(run=run_figures)
+
+    report = commands.add_parser("report", help="every variant: predicted, measured, published")
+    report.add_argument("--runs", default=Path("traces"), type=Path)
+    report.set_defaults(run=run_report)
+    return parser.parse_args(argv)
+
+
+def run_record(args) -> int:
+    """Start the ranks with torchrun; or be one of them, when torchrun started this process."""
+    from .training import get_variant
+    from .workload import get_preset
+
+    get_variant(args.variant)
+    get_preset(args.preset)
+    if args.ranks < 1 or args.steps < 1 or (args.batch_size or 1) < 1:
+        raise ValueError("--ranks, --steps and --batch-size are 1 or more")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return record_on_this_rank(args)
+    if args.out.exists() and not (args.out / "run.json").exists() and any(args.out.iterdir()):
+        raise ValueError(f"{args.out} is not a run, and not empty; name another folder")
+    args.out.mkdir(parents=True, exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // args.ranks)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+    command = [sys.executable, "-m", *torchrun, "-m", "zero1_helpers", *sys.argv[1:]]
+    return subprocess.run(command, env=environment).returncode
+
+
+def record_on_this_rank(args) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from .runs import load_run
+    from .training import record
+
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    on_gpus = torch.cuda.device_count() >= local_ranks
+    device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    elif int(os.environ["WORLD_SIZE"]) == local_ranks:
+        # One machine: stay on it, whatever a VPN has done to the host's name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    try:
+        record(args.variant, args.preset, args.steps, args.out, batch_size=args.batch_size, device=device,
+               keep_raw=args.raw)  # fmt: skip
+        if dist.get_rank() == 0:
+            print(f"{args.out}: {load_run(args.out).caption}")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def run_figures(args) -> int:
+    from .figures import draw_all
+    from .runs import find_runs
+
+    folders = find_runs(args.runs)
+    if not folders:
+        raise ValueError(f"no recorded run under {args.runs}; make some with `zero1 record`")
+    return draw_all(folders, args.out, args.theme)
+
+
+def run_report(args) -> int:
+    from .results import report
+
+    print(report(args.runs))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

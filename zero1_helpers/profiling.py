@@ -1,0 +1,221 @@
+"""Profile some steps on every rank, and write them down as a run (see `runs`).
+
+One step of the window::
+
+    forward ... step    torch.profiler records operations and allocations, the ledger what they hold
+    prof.step(loss)     the step's edge; after the last one nothing more is recorded
+    leaving `with`      every rank writes its lane view and memory timeline, rank 0 the summary
+"""
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity
+
+from . import phases, runs
+from .ledger import MemoryLedger, account, peaks
+from .memory_math import RING_FACTOR, bytes_sent, predict
+from .workload import COMMON_SEED, describe_model
+
+
+def get_profiler(
+    file_prefix, steps: int = 4, *, model=None, optimizer=None, keep_raw=False, **about
+) -> "RunProfiler":
+    """A context manager that records `steps` steps into the folder `file_prefix`, on every rank.
+
+    With `model` (wrapped or not) and `optimizer`, the memory timeline knows parameters, gradients and
+    state; without them all is activations and temporaries. `about` goes into run.json: variant,
+    title, preset, data, seed. `keep_raw` also keeps the profiler's own trace. Nothing is written when
+    the loop raises.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: run %dist_init, or torch.distributed.init_process_group"
+        )
+    return RunProfiler(Path(file_prefix), steps, model, optimizer, about, keep_raw)
+
+
+class RunProfiler:
+    def __init__(self, folder: Path, steps: int, model, optimizer, about: dict, keep_raw: bool):
+        self.folder, self.steps, self.about, self.keep_raw = folder, steps, about, keep_raw
+        self.model, self.optimizer = model, optimizer
+        self.ledger = MemoryLedger(model, optimizer)
+        self.losses, self.step_seconds = [], []
+        self.cuda = (
+            any(p.is_cuda for p in model.parameters()) if model else torch.cuda.is_available()
+        )
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.cuda
+        self.profiler = torch.profiler.profile(
+            activities=activities, profile_memory=True, record_shapes=True
+        )
+
+    def __enter__(self) -> "RunProfiler":
+        self.profiler.start()
+        phases.listeners.append(self.ledger)
+        self.ledger.look()
+        self._began = time.perf_counter()
+        return self
+
+    def step(self, loss: torch.Tensor | float | None = None) -> None:
+        """The end of a step. Its loss, if given, is averaged over the ranks in the record."""
+        if len(self.step_seconds) == self.steps:
+            return
+        if loss is not None:
+            self.losses.append(float(loss))
+        now = time.perf_counter()
+        self.step_seconds.append(now - self._began)
+        self.ledger.look()
+        if len(self.step_seconds) == self.steps:
+            self._stop()
+        else:
+            self.profiler.step()
+        self._began = time.perf_counter()
+
+    def _stop(self) -> None:
+        if self.ledger in phases.listeners:
+            phases.listeners.remove(self.ledger)
+            self.profiler.stop()
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self._stop()
+        if error is None:
+            self._write()
+
+    def _write(self) -> None:
+        rank, world_size, steps = dist.get_rank(), dist.get_world_size(), len(self.step_seconds)
+        trace = read_trace(self.profiler)
+        trace["distributedInfo"] = {
+            "backend": dist.get_backend(),
+            "rank": rank,
+            "world_size": world_size,
+        }
+        events = trace["traceEvents"]
+        base = min(
+            gather(min(e["ts"] for e in events if e.get("ph") == "X"))
+        )  # one clock for all ranks
+        memory = account(events, self.ledger.notes, self.cuda)
+        memory["time_us"] = (memory["time_us"] - base).round().astype("int64")
+        if rank == 0:
+            for old in [self.folder / "run.json", *self.folder.glob("*.rank*.gz")]:
+                old.unlink(missing_ok=True)
+        dist.barrier()
+        raw = trace if self.keep_raw else None
+        runs.save_rank(self.folder, rank, runs.lane_view(trace, base), memory, raw)
+        losses = [sum(at_step) / world_size for at_step in zip(*gather(self.losses), strict=True)]
+        measured = {
+            "format": runs.FORMAT,
+            "world_size": world_size,
+            "steps": steps,
+            "losses": losses,
+            "step_seconds": self.step_seconds,
+            "memory": gather(peaks(memory)),
+            "collectives": count_collectives(events, steps, world_size),
+        }
+        if rank == 0:
+            about = self._about_model() | environment(self.cuda) | self.about
+            runs.save_summary(self.folder, about | measured)
+        dist.barrier()  # from here on any rank may read the run
+
+    def _about_model(self) -> dict:
+        """What run.json says when the caller did not."""
+        nothing = {"name": "unknown", "source": "unknown"}
+        predicted = [{"params": 0, "grads": 0, "opt_state": 0}] * dist.get_world_size()
+        if self.model is not None and self.optimizer is not None:
+            partition = getattr(self.optimizer, "partition", None)
+            predicted = [
+                {"params": r.params, "grads": r.grads, "opt_state": r.opt_state}
+                for r in predict(self.model, getattr(self.optimizer, "optimizer", self.optimizer),
+                                 dist.get_world_size(), partition)
+            ]  # fmt: skip
+        return {
+            "variant": self.folder.name, "title": self.folder.name, "preset": "none", "seed": COMMON_SEED,
+            "model": describe_model(self.model) if self.model is not None
+            else nothing | {"parameters": 0, "tensors": 0, "dtype": "unknown"},
+            "data": nothing | {"examples": 0, "batch_size": 0, "tokens_per_batch": 0},
+            "predicted": predicted,
+        }  # fmt: skip
+
+
+def read_trace(profiler: torch.profiler.profile) -> dict:
+    """The chrome trace of a stopped profiler, parsed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        profiler.export_chrome_trace(path)
+        with open(path, encoding="utf-8", errors="replace") as f:
+            return json.load(f)
+
+
+def gather(value) -> list:
+    """The value of every rank, in order of rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def environment(cuda: bool) -> dict:
+    """What a number means nothing without: machine, backend, link, versions, date."""
+    gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else ""
+    packages = {
+        "torch": "torch",
+        "transformers": "transformers",
+        "HTA": "traceinsight",
+        "nbdistributed": "nbdistributed",
+    }
+    versions = {name: importlib.metadata.version(package) for name, package in packages.items()}
+    return {
+        "backend": dist.get_backend(),
+        "device": "cuda" if cuda else "cpu",
+        "hardware": gpus or f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "link": "none",
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **versions},
+    }
+
+
+ELEMENT_BYTES = {
+    **{"double": 8, "long": 8, "long int": 8, "long long": 8, "float": 4, "int": 4},
+    **{"bfloat16": 2, "half": 2, "byte": 1, "unsigned char": 1, "bool": 1},
+}
+
+
+def count_collectives(events: list[dict], steps: int, world_size: int) -> list[dict]:
+    """Collectives of one rank in a step, read off gloo's or NCCL's events.
+
+    A list of {op, calls, bytes, bytes_sent}: the tensors' bytes, and what a ring algorithm sends.
+    """
+    totals = {}
+    for e in events:
+        args = e.get("args", {})
+        if e.get("ph") == "X" and e["name"].startswith("gloo:"):
+            op, size = e["name"].removeprefix("gloo:"), 0
+            for shape, dtype in zip(args["Input Dims"], args["Input type"], strict=True):
+                size += math.prod(shape) * ELEMENT_BYTES.get(dtype.removeprefix("c10::").lower(), 0)
+        elif e.get("cat") == "kernel" and "In msg nelems" in args:
+            op = (
+                args["Collective name"]
+                .strip("_")
+                .replace("allreduce", "all_reduce")
+                .removesuffix("_base")
+            )
+            size = max(args["In msg nelems"], args["Out msg nelems"]) * ELEMENT_BYTES.get(
+                args["dtype"].lower(), 0
+            )
+        else:
+            continue
+        if op in RING_FACTOR:
+            calls, bytes_ = totals.get(op, (0, 0))
+            totals[op] = (calls + 1, bytes_ + size)
+    return [
+        {"op": op, "calls": round(calls / steps), "bytes": round(size / steps),
+         "bytes_sent": round(bytes_sent(op, size, world_size) / steps)}
+        for op, (calls, size) in sorted(totals.items())
+    ]  # fmt: skip

@@ -1,0 +1,104 @@
+"""All variants side by side: predicted, measured, and what the post published."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from .analysis import comm_comp_overlap, temporal_breakdown
+from .runs import Run, RunError, find_runs, load_run
+from .training import VARIANTS
+
+# SmolLM2-360M, pure bf16, Adam, 4 GPUs, batch 16, 4 steps. Memory in GB, times in percent. The post
+# gives no separate figure where there is None ("similar", "slightly reduced").
+PUBLISHED = pd.DataFrame(
+    [
+        ("ddp", 5.76, 1.39, 16, 0),
+        ("zero1", 5.05, 0.484, 22, 0),
+        ("zero1-async", None, None, 13, 77),
+        ("zero1-bucket", None, None, None, None),
+        ("zero1-overlap", 0.90 * 5.76, None, 7, 87),
+    ],
+    columns=["variant", "peak_gb", "opt_state_gb", "non_compute_pct", "overlap_pct"],
+).set_index("variant")
+
+
+def results_table(runs: Iterable[Run]) -> pd.DataFrame:
+    """One row a run, in the order of the series. Memory in MB of the fullest rank, percentages of rank 0.
+
+    `predicted` is opt_state by memory_math, `opt_state` the same as measured; `states` is the peak of
+    parameters, gradients, optimizer state and buckets together, `peak` that of everything.
+    """
+    order = list(VARIANTS)
+    rows = []
+    for run in sorted(
+        runs, key=lambda run: order.index(run.variant) if run.variant in order else len(order)
+    ):
+        r = run.record
+        fullest = {
+            key: max(rank[key] for rank in r["memory"]) / 1e6
+            for key in ("opt_state", "peak_states", "peak")
+        }
+        rows.append({
+            "variant": run.variant,
+            "predicted": max(rank["opt_state"] for rank in r["predicted"]) / 1e6,
+            "opt_state": fullest["opt_state"],
+            "states": fullest["peak_states"],
+            "peak": fullest["peak"],
+            "non_compute_pct": temporal_breakdown(run)["non_compute_pct"].mean(),
+            "overlap_pct": comm_comp_overlap(run)["overlap_pct"].mean(),
+            "collectives": sum(c["calls"] for c in r["collectives"]),
+            "sent": sum(c["bytes_sent"] for c in r["collectives"]) / 1e6,
+            "step_s": float(pd.Series(r["step_seconds"]).median()),
+            "loss": r["losses"][-1],
+        })  # fmt: skip
+    return pd.DataFrame(rows).set_index("variant")
+
+
+HEADINGS = {
+    "predicted": "opt_state, predicted MB",
+    "opt_state": "measured MB",
+    "states": "states, peak MB",
+    "peak": "all, peak MB",
+    "non_compute_pct": "non-compute %",
+    "overlap_pct": "overlap %",
+    "collectives": "collectives",
+    "sent": "sent MB",
+    "step_s": "step s",
+    "loss": "last loss",
+    "peak_gb": "all, peak GB",
+    "opt_state_gb": "opt_state GB",
+}
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table of numbers as Markdown, a row a variant."""
+    digits = {"collectives": 0, "loss": 4, "step_s": 2, "peak_gb": 2, "opt_state_gb": 3}
+    lines = ["| variant | " + " | ".join(HEADINGS.get(c, c) for c in table.columns) + " |"]
+    lines.append("|---|" + "---:|" * len(table.columns))
+    for name, row in table.iterrows():
+        cells = ["–" if pd.isna(v) else f"{v:,.{digits.get(c, 1)}f}" for c, v in row.items()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def report(root: str | Path) -> str:
+    """The tables of every preset recorded under `root`, then the post's; Markdown."""
+    by_setting: dict[str, list[Run]] = {}
+    for folder in find_runs(root):
+        run = load_run(folder)
+        by_setting.setdefault(run.setting, []).append(run)
+    if not by_setting:
+        raise RunError(f"no recorded run under {root}; make some with `zero1 record`")
+    parts = []
+    for setting, runs in by_setting.items():
+        steps = runs[0].record["steps"]
+        parts.append(
+            f"Measured, {steps} steps, memory of the fullest rank, times as the mean over ranks.\n{setting}\n"
+        )
+        parts.append(markdown(results_table(runs)) + "\n")
+    parts.append(
+        "Published in the post: SmolLM2-360M, bf16, Adam, 4 GPUs, batch 16, 4 steps; memory in GB.\n"
+    )
+    parts.append(markdown(PUBLISHED))
+    return "\n".join(parts)

@@ -1,0 +1,169 @@
+"""One training loop for every variant, and the variants themselves.
+
+The loop is the same for all. What differs is how the model is wrapped, which optimizer steps it, and
+what is called between `backward()` and the next batch; that is all a `Variant` holds.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .ddp import SimpleDDP, SimpleDDPAsync, SimpleDDPBucket
+from .partition import by_bytes
+from .phases import phase
+from .profiling import RunProfiler, get_profiler
+from .workload import (
+    COMMON_SEED,
+    describe_data,
+    get_dataloader,
+    get_dataset,
+    get_preset,
+    get_smol_model,
+    set_seed,
+    shard_dataset,
+)
+from .zero import ShardedOptimizer, SimpleDDPBucketAsync, ZeROOne
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[dict],
+    after_backward: Callable,
+    profiler: RunProfiler | None = None,
+) -> list[float]:
+    """One step for each batch; returns this rank's losses.
+
+    `after_backward(model, optimizer)` is what one variant does and another does not.
+    """
+    device = next(model.parameters()).device
+    losses = []
+    for batch in batches:
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        loss = model(**batch).loss
+        with phase("backward"):
+            loss.backward()
+        after_backward(model, optimizer)
+        losses.append(loss.item())
+        del loss, batch  # nothing of this step is alive at its edge
+        if profiler is not None:
+            profiler.step(losses[-1])
+    return losses
+
+
+def sync_step(model, optimizer) -> None:
+    model.sync_gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def wait_step(model, optimizer) -> None:
+    model.wait_for_gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def flush_wait_step(model, optimizer) -> None:
+    model.flush_bucket()
+    wait_step(model, optimizer)
+
+
+def flush_wait_receive(model, optimizer) -> None:
+    model.flush_bucket()
+    model.wait_for_gradients()
+    model.wait_for_broadcasts()
+
+
+def adam(model, lr):
+    return torch.optim.Adam(model.parameters(), lr=lr)
+
+
+def ddp(model, lr, bucket_cap_mb):
+    return SimpleDDP(model), adam(model, lr)
+
+
+def zero1(model, lr, bucket_cap_mb):
+    return SimpleDDP(model), ZeROOne(adam(model, lr))
+
+
+def zero1_async(model, lr, bucket_cap_mb):
+    return SimpleDDPAsync(model), ZeROOne(adam(model, lr))
+
+
+def zero1_bucket(model, lr, bucket_cap_mb):
+    return SimpleDDPBucket(model, bucket_cap_mb), ZeROOne(adam(model, lr))
+
+
+def zero1_overlap(model, lr, bucket_cap_mb):
+    optimizer = ShardedOptimizer(torch.optim.Adam, model, lr=lr)
+    return SimpleDDPBucketAsync(model, optimizer, bucket_cap_mb), optimizer
+
+
+def zero1_balanced(model, lr, bucket_cap_mb):
+    return SimpleDDP(model), ZeROOne(adam(model, lr), partition=by_bytes)
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    title: str
+    build: Callable  # (model, lr, bucket_cap_mb) -> (wrapped model, optimizer)
+    after_backward: Callable  # (wrapped model, optimizer)
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in [
+        Variant("ddp", "DDP baseline", ddp, sync_step),
+        Variant("zero1", "ZeRO-1", zero1, sync_step),
+        Variant("zero1-async", "ZeRO-1 + async all-reduce", zero1_async, wait_step),
+        Variant("zero1-bucket", "ZeRO-1 + buckets", zero1_bucket, flush_wait_step),
+        Variant(
+            "zero1-overlap",
+            "ZeRO-1 + overlapped step and broadcast",
+            zero1_overlap,
+            flush_wait_receive,
+        ),
+        Variant("zero1-balanced", "ZeRO-1, split by bytes", zero1_balanced, sync_step),
+    ]
+}
+
+
+def get_variant(name: str) -> Variant:
+    if name not in VARIANTS:
+        raise ValueError(f"unknown variant {name!r}; choose one of {', '.join(VARIANTS)}")
+    return VARIANTS[name]
+
+
+def record(
+    variant: str,
+    preset: str | None = None,
+    steps: int = 4,
+    out="runs",
+    *,
+    batch_size: int | None = None,
+    lr: float = 1e-3,
+    device="cpu",
+    keep_raw: bool = False,
+) -> list[float]:
+    """Train one variant for some steps under the profiler, from the seed that all variants share.
+
+    Called on every rank; writes the run into the folder `out` and returns this rank's losses.
+    """
+    variant, preset = get_variant(variant), get_preset(preset)
+    batch_size = batch_size or preset.batch_size
+    set_seed()
+    shard = shard_dataset(get_dataset(preset)["train"], dist.get_rank(), dist.get_world_size())
+    model = get_smol_model(preset).to(device)
+    model, optimizer = variant.build(model, lr, preset.bucket_cap_mb)
+    batches = islice(get_dataloader(shard, batch_size), steps)
+    about = {"variant": variant.name, "title": variant.title, "preset": preset.name, "seed": COMMON_SEED,
+             "data": describe_data(shard, batch_size)}  # fmt: skip
+    with get_profiler(
+        out, steps, model=model, optimizer=optimizer, keep_raw=keep_raw, **about
+    ) as profiler:
+        return train(model, optimizer, batches, variant.after_backward, profiler)
