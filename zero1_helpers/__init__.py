@@ -10,7 +10,7 @@ from .analysis import get_memory_timeline  # noqa: E402
 from .ddp import SimpleDDP, SimpleDDPAsync, SimpleDDPBucket  # noqa: E402
 from .partition import by_bytes, by_count  # noqa: E402
 from .profiling import get_profiler  # noqa: E402
-from .training import VARIANTS, record, train  # noqa: E402
+from .training import VARIANTS, record, record_missing, train  # noqa: E402
 from .workload import (  # noqa: E402
     get_dataloader,
     get_dataset,
@@ -38,6 +38,7 @@ __all__ = [
     "get_smol_model",
     "get_smol_tokenizer",
     "record",
+    "record_missing",
     "set_seed",
     "shard_dataset",
     "train",

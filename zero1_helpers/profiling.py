@@ -15,6 +15,7 @@ import os
 import platform
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -54,8 +55,15 @@ class RunProfiler:
             any(p.is_cuda for p in model.parameters()) if model else torch.cuda.is_available()
         )
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.cuda
+        # A schedule, for without one the trace has no ProfilerStep; one more step than is run, so
+        # that nothing is cut off. No warm-up: the first step, which makes the state, is wanted.
+        with warnings.catch_warnings(action="ignore"):
+            schedule = torch.profiler.schedule(wait=0, warmup=0, active=steps + 1)
         self.profiler = torch.profiler.profile(
-            activities=activities, profile_memory=True, record_shapes=True
+            activities=activities,
+            schedule=schedule,
+            profile_memory=True,
+            record_shapes=True,
         )
 
     def __enter__(self) -> "RunProfiler":

@@ -72,14 +72,26 @@ HEADINGS = {
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """A table of numbers as Markdown, a row a variant."""
+    """A table as Markdown: a row for each entry of the index, numbers with sensible digits."""
     digits = {"collectives": 0, "loss": 4, "step_s": 2, "peak_gb": 2, "opt_state_gb": 3}
-    lines = ["| variant | " + " | ".join(HEADINGS.get(c, c) for c in table.columns) + " |"]
+    lines = [
+        f"| {table.index.name or ''} | "
+        + " | ".join(HEADINGS.get(c, c) for c in table.columns)
+        + " |"
+    ]
     lines.append("|---|" + "---:|" * len(table.columns))
     for name, row in table.iterrows():
-        cells = ["–" if pd.isna(v) else f"{v:,.{digits.get(c, 1)}f}" for c, v in row.items()]
+        cells = [_cell(value, digits.get(column, 1)) for column, value in row.items()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(value, digits: int) -> str:
+    if isinstance(value, str):
+        return value
+    if pd.isna(value):
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
 def report(root: str | Path) -> str:

@@ -4,9 +4,11 @@ The loop is the same for all. What differs is how the model is wrapped, which op
 what is called between `backward()` and the next batch; that is all a `Variant` holds.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -137,6 +139,24 @@ def get_variant(name: str) -> Variant:
     if name not in VARIANTS:
         raise ValueError(f"unknown variant {name!r}; choose one of {', '.join(VARIANTS)}")
     return VARIANTS[name]
+
+
+def record_missing(variants: Iterable[str], folder, preset: str | None = None, **kwargs) -> None:
+    """Record into `folder` those variants that it does not hold yet for this world and preset.
+
+    So a table can compare variants on one machine, without training again what an earlier notebook
+    has already recorded. Called on every rank; rank 0 looks, and the others take its word.
+    """
+    setting = {"world_size": dist.get_world_size(), "preset": get_preset(preset).name}
+    for name in variants:
+        out = Path(folder) / name
+        known = [None]
+        if dist.get_rank() == 0 and (out / "run.json").exists():
+            found = json.loads((out / "run.json").read_text())
+            known = [{key: found.get(key) for key in setting}]
+        dist.broadcast_object_list(known, src=0)
+        if known[0] != setting:
+            record(name, preset, out=out, **kwargs)
 
 
 def record(

@@ -1,0 +1,549 @@
+"""The notebook layer, driven as a notebook drives it: a real kernel, real ranks, injected faults."""
+
+import os
+import re
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import nbformat
+import psutil
+import pytest
+from jupyter_client.manager import KernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from zero1_helpers import cluster as cluster_module
+from zero1_helpers.cluster import (
+    KEEP,
+    ClusterError,
+    ClusterMagics,
+    Output,
+    choose_gpus,
+    parse_gpu_ids,
+    parse_ranks,
+    span,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+HOLDS_THE_INTERPRETER = "import itertools; sum(itertools.repeat(1))"  # and ignores signals
+
+
+@dataclass
+class Ran:
+    """What a cell left behind."""
+
+    text: str = ""
+    error: str = ""
+    data: list[dict] = field(default_factory=list)
+
+
+class Kernel:
+    """A Jupyter kernel with the extension loaded."""
+
+    def __init__(self):
+        self.manager = KernelManager()
+        self.manager.start_kernel()
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.pid = self.manager.provisioner.pid
+        assert not self.run("%load_ext zero1_helpers").error
+
+    def run(self, code: str, meanwhile=None) -> Ran:
+        """Run a cell. meanwhile(text so far) is called whenever the cell printed something."""
+        ran = Ran()
+
+        def output(message):
+            content = message["content"]
+            match message["header"]["msg_type"]:
+                case "stream":
+                    ran.text += content["text"]
+                    if meanwhile:
+                        meanwhile(ran.text)
+                case "error":
+                    ran.error = f"{content['ename']}: {content['evalue']}"
+                case "clear_output":
+                    ran.text = ""
+                case "display_data" | "execute_result":
+                    ran.data.append(content["data"])
+
+        reply = self.client.execute_interactive(code, output_hook=output, timeout=90)
+        assert (reply["content"]["status"] == "error") == bool(ran.error)
+        return ran
+
+    def local(self, code: str) -> str:
+        ran = self.run(f"%%local\n{code}")
+        assert not ran.error, ran.error
+        return ran.text
+
+    def workers(self) -> list[int]:
+        """Pids of the ranks, by rank."""
+        code = "from zero1_helpers import cluster as c\nm = c._magics._process_manager\n"
+        return eval(self.local(code + "print([r.process.pid for r in m.ranks] if m else [])"))
+
+    def close(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    kernel = Kernel()
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture
+def run(kernel):
+    """Run a cell in a kernel that has two living ranks."""
+    if not kernel.workers() or kernel.run("rank").error:
+        started = kernel.run("%dist_init --num-processes 2")
+        assert not started.error, started.error
+    kernel.run("%config ClusterMagics.grace = 10")
+    return kernel.run
+
+
+def set_grace(kernel, seconds: float) -> None:
+    """For the running ranks too."""
+    kernel.local(f"c._magics.grace = c._magics._comm_manager.grace = {seconds}")
+
+
+def gone(pids: list[int], within: float = 20) -> bool:
+    """Whether these processes end, or become a child that only has to be waited for."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE
+                   for p in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# ---- cells
+
+
+def test_cells_run_on_every_rank_and_equal_output_is_folded(run):
+    assert run("world_size").text == "ranks 0, 1: 2\n"
+    assert run("rank").text == "rank 0: 0\nrank 1: 1\n"
+    assert run("print('a', rank)\nrank + 1;").text == "rank 0: a 0\nrank 1: a 1\n"
+    assert run("print('a')\nprint('b')").text == "ranks 0, 1:\na\nb\n"
+    assert run("%%rank [1]\nprint('only', rank)").text == "rank 1: only 1\n"
+    assert run("%%rank[0-1]\nrank, device, gpu_id").text.startswith("rank 0: (0, device(type='cpu')")
+    assert run("%%distributed\n'x'").text == "ranks 0, 1: 'x'\n"
+
+
+def test_ranks_communicate(run):
+    cell = "x = torch.full((2,), float(rank + 1))\ndist.all_reduce(x)\nx"
+    assert run(cell).text == "ranks 0, 1: tensor([3., 3.])\n"
+    assert run("dist.get_backend()").text == "ranks 0, 1: 'gloo'\n"
+    assert run("%sync").text == "Synchronized 2 ranks.\n"
+
+
+def test_output_of_every_kind_arrives_in_order(run):
+    ran = run("""
+import ctypes, os, sys, threading
+print("one")
+print("two", file=sys.stderr)
+os.write(2, b"three\\n")
+ctypes.CDLL(None).puts(b"four")
+thread = threading.Thread(target=print, args=("five",))
+thread.start(); thread.join()
+os.system("echo six");
+""")
+    words = ran.text.split()
+    assert words[:6] == ["ranks", "0,", "1:", "one", "two", "three"]
+    assert set(words[6:]) == {"four", "five", "six"}  # C's own buffer is emptied when the cell ends
+
+
+def test_warnings_show_once(run):
+    assert run("import warnings\nwarnings.warn(f'careful')\nprint(rank)").text.splitlines() == [
+        f"ranks 0, 1: UserWarning: careful ({cell_of(run)}, line 2)", "rank 0: 0", "rank 1: 1"]
+
+
+def cell_of(run) -> str:
+    """The name of the cell before this one."""
+    number = re.search(r"cell (\d+)", run("1/0").error)[1]
+    return f"cell {int(number) - 1}"
+
+
+def test_much_output_is_cut_and_says_so(run):
+    ran = run("print('first')\nfor i in range(100_000): print('x' * 99)\nprint('last')")
+    assert ran.text.startswith("ranks 0, 1:\nfirst\n") and ran.text.endswith("last\n")
+    cut = 10_000_000 + len("first\nlast\n") - KEEP
+    assert f"... {cut:,} bytes cut ..." in ran.text and len(ran.text) < KEEP + 100
+    assert run("rank").text == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_a_progress_bar_is_one_line():
+    output = Output()
+    for percent in range(101):
+        output.add(f"\r{percent:3d}%|{'#' * percent}".encode())
+    output.add(b"\ndone\r\n")
+    assert output.text() == f"100%|{'#' * 100}\ndone\n"
+
+
+def test_a_long_cell_shows_life_and_saves_only_its_output(run):
+    seen = []
+    cell = "import time, os\nprint('begun')\nwhile not os.path.exists(flag): time.sleep(0.02)"
+    flag = f"/tmp/zero1-test-{os.getpid()}"
+    run(f"flag = {flag!r}")
+
+    def meanwhile(text):
+        seen.append(text)
+        if "running for" in text:
+            open(flag, "w").close()
+
+    try:
+        assert run(cell, meanwhile).text == "ranks 0, 1: begun\n"
+    finally:
+        os.remove(flag)
+    assert any("ranks 0, 1: begun\n... running for" in text for text in seen)
+
+
+def test_figures_and_html_are_shown_with_their_rank(run):
+    ran = run("""%%rank [1]
+import matplotlib.pyplot as plt
+plt.plot([1, 2])
+plt.show()
+class Table:
+    def _repr_html_(self): return "<b>table</b>"
+Table()""")
+    assert ran.text == "rank 1:\n"
+    assert [sorted(data) for data in ran.data] == [["text/html", "text/plain"],
+                                                   ["image/png", "text/plain"]]
+    assert len(run("from IPython.display import HTML\ndisplay(HTML('<i>both</i>'))").data) == 1
+
+
+def test_source_of_cells_is_known_on_the_ranks(run):
+    run("def double(x):\n    return 2 * x\n\nclass Empty:\n    size = 3\n")
+    ran = run("import inspect\nprint(inspect.getsource(double) + inspect.getsource(Empty))")
+    assert ran.text == ("ranks 0, 1:\ndef double(x):\n    return 2 * x\nclass Empty:\n"
+                        "    size = 3\n")
+
+
+def test_no_javascript_and_no_time_limit(run):
+    assert run("import IPython.display as d\nd.Javascript('alert(1)')").data == []
+    assert "timeout" not in str(cluster_module.RankChannel._collect.__code__.co_names)
+
+
+# ---- names
+
+
+def test_kernel_and_ranks_keep_their_own_names(kernel, run):
+    kernel.local("value, rank = {'mine': 1}, 'kernel'\ndef helper(): return 'mine'")
+    run("value = torch.zeros(3)\ndef helper(): return 'theirs'")
+    assert run("helper(), value.shape[0], rank * 0").text == "ranks 0, 1: ('theirs', 3, 0)\n"
+    assert kernel.local("print(helper(), value, rank)") == "mine {'mine': 1} kernel\n"
+
+
+def test_pull_and_push(kernel, run):
+    run("t = torch.arange(6.).reshape(2, 3)[rank]\nfn = lambda: 0\nclass Local: pass\nobj = Local()")
+    assert kernel.local("print(pull('rank * 10'), pull('t')[1].tolist(), pull('t', [1])[0].shape[0])"
+                        ) == "[0, 10] [3.0, 4.0, 5.0] 3\n"
+    kernel.local("import torch\npush(lr=0.5, big=torch.ones(2_000_000))")
+    assert run("lr, int(big.sum())").text == "ranks 0, 1: (0.5, 2000000)\n"
+    for expression, expected in [("fn", "function cannot be sent"), ("obj", "not in the kernel"),
+                                 ("no_such_name", "NameError")]:
+        assert expected in run(f"%%local\npull({expression!r})").error
+    assert "cannot be sent" in run("%%local\npush(f=lambda: 0)").error
+    assert "no rank 7" in run("%%local\npull('rank', [7])").error
+    assert run("rank").text == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_where_cells_run(kernel, run):
+    assert run("%%local\nrank = 'kernel'\nrank").data == [{"text/plain": "'kernel'"}]
+    assert "ranks 0, 1: 2\n" in run("%%time\nworld_size").text  # %%time is here, its cell is not
+    assert run("!echo kernel").text.split() == ["kernel"]
+    assert "disabled" in run("%dist_mode -d").text
+    assert run("1 + 1").data == [{"text/plain": "2"}]
+    assert run("%%distributed\nworld_size").text == "ranks 0, 1: 2\n"
+    assert "enabled" in run("%dist_mode --enable").text
+    assert run("# a comment\nworld_size").text == "ranks 0, 1: 2\n"
+    assert run("# only a comment").text == ""
+
+
+def test_status(kernel, run):
+    lines = run("%dist_status").text.splitlines()
+    for rank, (line, pid) in enumerate(zip(lines, kernel.workers(), strict=True)):
+        assert line.startswith(f"rank {rank}: idle, pid {pid}, CPU, ")
+    assert "PID" in run("%dist_debug").text
+
+
+# ---- a rank raises
+
+
+def test_the_same_error_of_all_ranks_is_told_once(run):
+    error = run("kept = 1\ndef broken():\n    return rank / 0\nbroken()").error
+    assert error.startswith("ClusterError: ranks 0, 1: ZeroDivisionError: division by zero (cell ")
+    assert "line 4: broken())" in error and "    return rank / 0\n" in error
+    assert error.count("Traceback") == 1 and "worker.py" not in error
+    assert run("kept").text == "ranks 0, 1: 1\n"
+
+
+def test_different_errors_are_all_named(run):
+    error = run("if rank == 0:\n    raise ValueError('zero')\nraise KeyError('one')").error
+    assert re.search(r"rank 0: ValueError: zero \(cell \d+, line 2: raise ValueError\('zero'\)\)",
+                     error)
+    assert re.search(r"rank 1: KeyError: 'one' \(cell \d+, line 3: ", error)
+    assert error.count("Traceback") == 1
+
+
+def test_line_numbers_are_those_of_the_cell(run):
+    assert "line 3: 1/0" in run("%%rank [0]\n\n1/0").error
+    assert "'(' was never closed (cell" in run("y = 1\nx = (").error
+    assert run("import sys; sys.exit(3)").error.startswith("ClusterError: ranks 0, 1: SystemExit: 3")
+
+
+def test_a_rank_left_in_a_collective_is_ended_after_the_grace_period(kernel, run):
+    set_grace(kernel, 0.5)
+    pids = kernel.workers()
+    error = run("if rank == 0:\n    raise ValueError('lonely')\ndist.barrier()").error
+    assert "rank 0: ValueError: lonely" in error and "%dist_init starts afresh" in error
+    assert re.search(r"rank 1 did not stop and had to be ended: in barrier "
+                     r"\(cell \d+, line 3\)", error)
+    assert gone(pids)
+    assert "No ranks are running: %dist_init" in run("rank").error
+    assert run("%dist_init -n 2").text.startswith("2 ranks ready: gloo")
+    assert run("rank").text == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_the_cell_does_not_wait_out_a_long_grace_period(kernel, run):
+    set_grace(kernel, 2)
+    kernel.local("c.HOLD = 1")
+    run("import zero1_helpers.worker\nzero1_helpers.worker.WHERE_AFTER = 0.2")
+    pids = kernel.workers()
+    error = run("if rank == 0:\n    raise ValueError('lonely')\ndist.barrier()").error
+    assert "rank 1 did not finish: in barrier" in error and "%dist_init starts afresh" in error
+    assert not gone(pids, within=0)
+    assert "rank 1 did not come back in 2 s" in run("rank").error
+    assert gone(pids)
+    kernel.local("c.HOLD = 4.5")
+
+
+def test_a_late_rank_that_comes_back_saves_the_cluster(kernel, run):
+    set_grace(kernel, 0.5)
+    run("kept = rank")
+    error = run("import time\nif rank == 0:\n    raise ValueError\nwhile True: time.sleep(0.01)").error
+    assert "rank 0: ValueError" in error and "rank 1: KeyboardInterrupt" in error
+    assert run("kept").text == "rank 0: 0\nrank 1: 1\n"
+
+
+# ---- a rank dies
+
+
+def test_a_rank_that_dies_in_a_cell(kernel, run):
+    pids = kernel.workers()
+    cell = "import os, signal\nprint('last words')\nif rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()"
+    error = run(cell).error
+    assert "rank 1 died: signal SIGKILL" in error and "last words" in error
+    assert "%dist_init starts afresh" in error and gone(pids)
+
+
+def test_a_rank_that_crashes_leaves_its_stack(run):
+    error = run("import faulthandler\ndef crash():\n    faulthandler._sigsegv()\n"
+                "if rank == 0: crash()").error
+    assert "rank 0 died: signal SIGSEGV" in error and "in crash" in error
+
+
+def test_a_rank_that_dies_between_cells(kernel, run):
+    os.kill(kernel.workers()[0], signal.SIGKILL)
+    error = run("rank").error
+    assert "rank 0 died" in error and "SIGKILL" in error
+    assert "No ranks are running" in run("%%rank [1]\nrank").error
+
+
+# ---- interrupts
+
+
+def when(word, action):
+    """Call action once, as soon as the output shows the word."""
+    def meanwhile(text, done=[]):  # noqa: B006  (one list per call of when)
+        if word in text and not done:
+            done.append(True)
+            action()
+    return meanwhile
+
+
+def test_an_interrupt_stops_python_code_and_the_ranks_survive(kernel, run):
+    run("kept = rank")
+    cell = "import time\nprint('begun')\nwhile True: time.sleep(0.01)"
+    ran = run(cell, when("begun", kernel.manager.interrupt_kernel))
+    assert "ranks 0, 1: KeyboardInterrupt (cell" in ran.error and "line 3" in ran.error
+    assert run("kept").text == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_an_interrupt_ends_a_rank_that_is_stuck_in_native_code(kernel, run):
+    set_grace(kernel, 1)
+    pids = kernel.workers()
+    cell = "print('begun')\nif rank == 1: dist.barrier()"
+    error = run(cell, when("begun", kernel.manager.interrupt_kernel)).error
+    assert "rank 1 did not stop" in error and "in barrier (cell" in error and gone(pids)
+
+
+def test_an_interrupt_ends_a_rank_that_never_lets_go_of_the_interpreter(kernel, run):
+    pids = kernel.workers()
+    cell = f"print('begun')\nif rank == 1:\n    {HOLDS_THE_INTERPRETER}"
+    error = run(cell, when("begun", kernel.manager.interrupt_kernel)).error
+    assert "rank 1 did not stop" in error and gone(pids)
+
+
+# ---- start and end
+
+
+def folder(kernel) -> str:
+    """The private folder of the cluster."""
+    return kernel.local("print(c._magics._process_manager.folder)").strip()
+
+
+def test_start_and_end(kernel, run):
+    pids = kernel.workers()
+    assert "2 ranks already running: %dist_shutdown first" in run("%dist_init -n 3").error
+    assert kernel.workers() == pids
+    private = folder(kernel)
+    assert os.stat(private).st_mode & 0o777 == 0o700
+    assert run("%dist_shutdown").text == "2 ranks ended.\n"
+    assert gone(pids, within=0.5) and not os.path.exists(private)
+    assert run("%dist_shutdown").text == run("%dist_reset").text == "No ranks are running.\n"
+    assert run("1 + 1").data == [{"text/plain": "2"}]
+    assert "No ranks are running: %dist_init" in run("%%distributed\n1").error
+
+    started = run("%dist_init --num-processes 3").text
+    threads = max(1, len(os.sched_getaffinity(0)) // 3) if hasattr(os, "sched_getaffinity") else 1
+    assert started.startswith("3 ranks ready: gloo on the CPU, because torch sees no GPU; "
+                              f"{threads} thread")
+    assert run("world_size, torch.get_num_threads()").text == f"ranks 0–2: (3, {threads})\n"
+    assert run("%dist_reset").text == "3 ranks ended.\n"
+
+
+@pytest.mark.parametrize("arguments, expected", [
+    ("-n 0", "at least one rank"),
+    ("-n -2", "at least one rank"),
+    ("-n 2 -g 0", "2 ranks need 2 different GPUs"),
+    ("-n 2 -g 0,0", "2 ranks need 2 different GPUs"),
+    ("-n 1 -g zero", "write GPU ids as"),
+    ("-a no.such.host.invalid", "does not resolve"),
+])
+def test_bad_arguments_of_dist_init(kernel, arguments, expected):
+    kernel.run("%dist_shutdown")
+    error = kernel.run(f"%dist_init {arguments}").error
+    assert error.startswith("ClusterError: --") and expected in error and "\n" not in error
+    assert kernel.run("%dist_shutdown").text == "No ranks are running.\n"
+
+
+def test_a_rank_that_cannot_start_shows_its_log(kernel):
+    kernel.run("%dist_shutdown")
+    kernel.local("import os, tempfile\nbroken = tempfile.mkdtemp()\n"
+                 "open(broken + '/torch.py', 'w').write('import no_such_package')\n"
+                 "os.environ['PYTHONPATH'] = broken")
+    # Our own package comes first on the path, so that the ranks run the kernel's version of it.
+    error = kernel.run("%dist_init -n 2").error
+    kernel.local("del os.environ['PYTHONPATH']\nimport shutil\nshutil.rmtree(broken)")
+    assert "died: exit code 1" in error and "No module named 'no_such_package'" in error
+    assert kernel.run("%dist_shutdown").text == "No ranks are running.\n"
+
+
+def test_ranks_end_when_the_kernel_is_killed():
+    kernel = Kernel()
+    try:
+        kernel.run("%dist_init -n 2")
+        pids, private = kernel.workers(), folder(kernel)
+        kernel.client.execute(f"open(f'{private}/{{rank}}', 'w').close()\n"
+                              f"if rank == 1:\n    {HOLDS_THE_INTERPRETER}\nwhile True: pass")
+        while not all(os.path.exists(f"{private}/{rank}") for rank in (0, 1)):
+            time.sleep(0.01)
+        os.kill(kernel.pid, signal.SIGKILL)
+        assert gone(pids, within=10)
+        assert not os.path.exists(private)
+    finally:
+        kernel.close()
+
+
+def test_ranks_end_with_the_kernel():
+    kernel = Kernel()
+    kernel.run("%dist_init -n 1")
+    pids, private = kernel.workers(), folder(kernel)
+    kernel.client.stop_channels()
+    kernel.manager.shutdown_kernel()
+    assert gone(pids, within=10) and not os.path.exists(private)
+
+
+# ---- closed to others
+
+
+def test_nothing_listens_but_gloo_on_the_loopback_interface(kernel, run):
+    run("dist.barrier()")
+    address = SimpleNamespace(ip="", port=0)
+    for pid in kernel.workers():
+        connections = psutil.Process(pid).net_connections("all")
+        assert [c for c in connections if c.family == socket.AF_UNIX and c.laddr] == []
+        for listening in (c for c in connections if c.status == psutil.CONN_LISTEN):
+            address = listening.laddr
+            assert address.ip == "127.0.0.1"
+    assert address.port  # gloo's own: no port of ours, so garbage can only go there
+    for garbage in (b"", b"\x00" * 64, os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection((address.ip, address.port), timeout=5) as stranger:
+            stranger.sendall(garbage)
+    cell = "x = torch.ones(1)\ndist.all_reduce(x)\ng = dist.new_group()\ndist.barrier(g)\nx.item()"
+    assert run(cell).text == "ranks 0, 1: 2.0\n"
+
+
+def test_the_command_line_tells_nothing(kernel, run):
+    for pid in kernel.workers():
+        command = psutil.Process(pid).cmdline()
+        assert command[1:3] == ["-m", "zero1_helpers.worker"] and command[3].isdigit()
+        assert command[4:] == []
+
+
+def test_nothing_is_ended_by_name(monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("starts a program")
+
+    monkeypatch.setattr("subprocess.run", forbidden)
+    monkeypatch.setattr("subprocess.Popen", forbidden)
+    for end in (ClusterMagics.shutdown_all, ClusterMagics.force_shutdown_all,
+                ClusterMagics._nuclear_shutdown):
+        end()
+
+
+# ---- a notebook
+
+
+def test_a_notebook_with_a_failing_rank_fails():
+    cells = ["%load_ext zero1_helpers", "%dist_init -n 2", "print('fine')",
+             "assert rank == 0, 'not me'", "print('never')"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    with pytest.raises(CellExecutionError, match="rank 1: AssertionError: not me"):
+        NotebookClient(notebook, kernel_name="python3", timeout=60).execute()
+    assert notebook.cells[2].outputs[0].text == "ranks 0, 1: fine\n"
+    assert notebook.cells[4].outputs == []
+
+
+# ---- small parts
+
+
+def test_rank_lists():
+    assert parse_ranks("[0,2]", 4) == parse_ranks("0, 2", 4) == [0, 2]
+    assert parse_ranks("[0-2, 2]", 4) == [0, 1, 2]
+    for wrong in ("", "[]", "[a]", "[2-0]", "[4]", "[0,,1]", "[-1]"):
+        with pytest.raises(ClusterError, match="%%rank"):
+            parse_ranks(wrong, 4)
+    assert [span([2]), span([0, 2]), span([1, 0, 2])] == ["rank 2", "ranks 0, 2", "ranks 0–2"]
+
+
+def test_choice_of_gpus():
+    assert choose_gpus(4, 4, None) == ([0, 1, 2, 3], "NCCL, because there is a GPU for each")
+    assert choose_gpus(0, 4, None)[0] is None and "no GPU" in choose_gpus(0, 4, None)[1]
+    assert choose_gpus(2, 4, None)[0] is None and "torch sees 2" in choose_gpus(2, 4, None)[1]
+    assert choose_gpus(4, 2, parse_gpu_ids("3,1", 2))[0] == [3, 1]
+    with pytest.raises(ClusterError, match="no GPU 9; torch sees 4"):
+        choose_gpus(4, 2, [0, 9])
+
+
+def test_a_collective_on_some_ranks_is_noted(run):
+    note = "Note: all_reduce waits for every rank"
+    assert run("%%rank [0]\nif world_size > 9: dist.all_reduce(torch.ones(1))").text.startswith(note)
+    assert run("%%rank [0]\nprint('all_reduce')").text == "rank 0: all_reduce\n"

@@ -1,0 +1,151 @@
+"""The repository keeps its own rules: versions, sizes, style, and imports that only point down."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import zero1_helpers
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "zero1_helpers"
+# Lowest floor first; modules on one floor may use each other.
+FLOORS = [["partition"], ["memory_math"], ["phases"], ["ddp"], ["zero"], ["workload"], ["runs"],
+          ["ledger"], ["profiling"], ["training"], ["analysis"], ["figures"], ["results"],
+          ["link"], ["notebook"], ["cluster", "worker"], ["__main__"]]
+PUBLIC = """SimpleDDP SimpleDDPAsync SimpleDDPBucket ZeROOne ShardedOptimizer SimpleDDPBucketAsync
+    get_profiler get_memory_timeline set_seed get_smol_model get_smol_tokenizer get_dataset
+    get_dataloader""".split()
+
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(lines):
+    """{canonical name: version} of the lines `name==version`; other lines are left out."""
+    found = [re.fullmatch(r"\s*(?:- )?([\w.-]+)==([\w.!+]+)\s*", line) for line in lines]
+    return {canonical(match[1]): match[2] for match in found if match}
+
+
+def constraints():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    lines = [line for line in lines if line and not line.startswith("#")]
+    assert len(pins(lines)) == len(lines), "constraints.txt: every line is name==version, once"
+    return pins(lines)
+
+
+def named():
+    """Canonical names of pyproject's dependencies, with their version conditions."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = [re.fullmatch(r"([\w.-]+)(.*)", line) for line in project["dependencies"]]
+    return {canonical(match[1]): match[2] for match in found}
+
+
+def test_pyproject_environment_and_constraints_agree():
+    exact = constraints()
+    environment = pins((ROOT / "environment.yml").read_text().splitlines())
+    assert set(environment) == set(named()), "environment.yml and pyproject.toml name the same"
+    assert environment == {name: exact[name] for name in environment}
+
+
+def test_lower_bounds_admit_the_tested_versions():
+    def numbers(version):
+        return [int(part) for part in re.findall(r"\d+", version)]
+
+    for name, condition in named().items():
+        lower = re.match(r">=([\d.]+)", condition)[1]
+        assert numbers(lower) <= numbers(constraints()[name]), name
+
+
+def test_this_environment_is_the_tested_one():
+    for name in named():
+        version = importlib.metadata.version(name).partition("+")[0]  # torch: +cpu, +cu…
+        assert version == constraints()[name], f"{name}: run `make install`"
+    assert "holistictraceanalysis" not in constraints()  # traceinsight has the same module
+
+
+def modules():
+    return {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
+
+
+def imports(tree):
+    """Names of the modules that `tree` imports, wherever the statement stands; `.x` for our own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "zero1_helpers." * bool(node.level) + (node.module or "")
+            one_by_one = base.strip(".") == "zero1_helpers"
+            names = [f"zero1_helpers.{a.name}" for a in node.names] if one_by_one else [base]
+        else:
+            continue
+        for name in names:
+            ours = name.startswith("zero1_helpers.")
+            yield "." + name.split(".")[1] if ours else name.split(".")[0]
+
+
+def test_imports_only_point_down():
+    floor = {name: level for level, names in enumerate(FLOORS) for name in names}
+    wrong = []
+    for name, tree in modules().items():
+        if name == "__init__":
+            continue  # it hands on the public names of all floors
+        if name not in floor:
+            wrong.append(f"{name}.py has no floor")
+            continue
+        for used in imports(tree):
+            if used == "zero1_helpers":
+                wrong.append(f"{name}.py imports the whole package")
+            elif used.startswith(".") and used[1:] not in floor:
+                wrong.append(f"{name}.py takes {used[1:]} from the package, not from its module")
+            elif used.startswith(".") and floor[used[1:]] > floor[name]:
+                wrong.append(f"{name}.py imports {used[1:]}, which is above it")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_import_is_a_named_dependency():
+    owners = importlib.metadata.packages_distributions()
+    wrong = []
+    for name, tree in modules().items():
+        for used in imports(tree):
+            if used.startswith(".") or used in sys.stdlib_module_names:
+                continue
+            if not {canonical(owner) for owner in owners.get(used, [])} & set(named()):
+                wrong.append(f"{name}.py imports {used}: name its distribution in pyproject.toml")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_package_is_small():
+    lines = sum(len(path.read_text().splitlines()) for path in PACKAGE.glob("*.py"))
+    assert lines < 3000
+
+
+def test_public_names():
+    missing = [name for name in PUBLIC if not hasattr(zero1_helpers, name)]
+    assert not missing
+
+
+def files():
+    """All files of the project, without environments, caches and build results."""
+    apart = {".git", ".venv", "build", "figures", "__pycache__", ".ipynb_checkpoints",
+             ".pytest_cache", ".ruff_cache"}
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in apart]
+        yield from (Path(folder, name) for name in names)
+
+
+def test_files_are_small():
+    sizes = {path.relative_to(ROOT): path.stat().st_size for path in files()}
+    assert not {path: size for path, size in sizes.items() if size > 3_000_000}
+    assert sum(size for path, size in sizes.items() if path.parts[0] == "traces") < 40_000_000
+
+
+def test_ruff():
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise"]
+    result = subprocess.run([*command, str(ROOT)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,676 @@
+"""The notebook's side of the ranks: `%load_ext zero1_helpers` brings nbdistributed's magics, mended.
+
+    kernel --- one socket pair per rank: requests, answers ---> worker.py, rank r
+           <-- one pipe per rank: whatever it prints, native code included ---
+                 ranks to each other: gloo or NCCL on the loopback interface
+
+- Nothing here listens. A socket pair has no address, so nobody but the process that we started can
+  read, forge or send what the other side unpickles. Ranks meet through a file in a private folder.
+- No threads in the kernel: while a cell runs, one loop (`RankChannel._collect`) reads everything.
+- A cell has no time limit. It ends when all ranks have answered; if one fails, the others get a
+  grace period (`%config ClusterMagics.grace = 10`), then they are ended.
+- Ranks are ended by pid, and only our own. When the kernel is gone they end by themselves.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import clear_output, display
+from nbdistributed.communication import CommunicationManager
+from nbdistributed.magic import DistributedMagic
+from nbdistributed.process_manager import ProcessManager
+from traitlets import Float
+
+HOLD = 4.5  # seconds that a cell waits for the others after a failure; `grace` may be longer
+KEEP = 100_000  # bytes of output shown per rank and cell: half its beginning, half its end
+COLLECTIVE = re.compile(r"\b((all_)?(reduce|gather)|broadcast|scatter|reduce_scatter|all_to_all)"
+                        r"(_into_tensor|_tensor|_single|_object|_object_list)?\s*\(|\bbarrier\s*\(")
+FAILURES = ("died", "error", "stuck", "late")  # what an answer may have, most telling first
+
+
+class ClusterError(RuntimeError):
+    """What went wrong on the ranks or in their use. Jupyter shows it without the kernel's frames."""
+
+    def _render_traceback_(self) -> list[str]:
+        return f"{type(self).__name__}: {self}".splitlines()
+
+
+class Output:
+    """What a rank printed since its last request. Of more than KEEP bytes, the middle is cut out."""
+
+    def __init__(self):
+        self.data, self.cut = bytearray(), 0
+
+    def add(self, data: bytes) -> None:
+        floor = KEEP // 2 if self.cut else 0
+        line = max(floor, self.data.rfind(b"\n", floor) + 1)
+        self.data += data
+        if b"\r" in self.data[line:]:  # a progress bar is one line that moves: drop what it overwrote
+            self.data[line:] = re.sub(rb"[^\r\n]*\r+(?=[^\r\n])", b"", self.data[line:])
+        if len(self.data) > 2 * KEEP:
+            self.cut += len(self.data) - KEEP
+            del self.data[KEEP // 2:-KEEP // 2]
+
+    def text(self, lines: int | None = None) -> str:
+        """All of it, or the last lines."""
+        data, cut = bytes(self.data), self.cut + len(self.data) - KEEP
+        if cut > 0:
+            note = f"\n... {cut:,} bytes cut ...\n".encode()
+            data = data[:KEEP // 2] + note + data[-KEEP // 2:]
+        text = data.decode(errors="replace").replace("\r\n", "\n")
+        return "\n".join(text.splitlines()[-lines:]) if lines else text
+
+
+class Rank:
+    """One worker process, the socket to it, and the pipe that it prints into."""
+
+    def __init__(self, number: int, process: subprocess.Popen, connection: Connection, pipe: int):
+        self.number, self.process, self.connection, self.pipe = number, process, connection, pipe
+        os.set_blocking(pipe, False)
+        self.output, self.started = Output(), time.time()
+        self.where = "not answering"  # what it was doing when last heard of
+
+    def send(self, number: int, kind: str, data=None) -> None:
+        with deferred_interrupt(), contextlib.suppress(OSError):  # OSError: read() says it died
+            self.connection.send((number, kind, data))
+
+    def read(self, number: int) -> dict | None:
+        """Take in what is there. Returns the answer to request `number`, or {"died": how}, or None."""
+        self.drain()
+        try:
+            while self.connection.poll():
+                answered, answer = self.connection.recv()
+                self.where = answer.get("where", self.where)
+                if answered == number and "where" not in answer:
+                    self.drain()  # printed before it answered, so all of it is in the pipe by now
+                    return answer
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(2)
+        if self.process.poll() is None:
+            return None
+        self.drain()
+        return {"died": self.how_it_ended()}
+
+    def drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(64):  # more than a pipe holds; a rank may never stop printing
+                if not (data := os.read(self.pipe, 1 << 16)):
+                    return
+                self.output.add(data)
+
+    def how_it_ended(self) -> str:
+        code = self.process.returncode
+        if code is None or code >= 0:
+            return f"exit code {code}"
+        hint = ", which no one here sent; often it means out of memory" if code == -9 else ""
+        return f"signal {signal.Signals(-code).name}{hint}"
+
+    def end(self, deadline: float) -> None:
+        """End this rank and what it started, unless it has ended by itself by then."""
+        with contextlib.suppress(EOFError, OSError):  # end of file: it has
+            while (left := deadline - time.monotonic()) > 0:
+                self.drain()
+                if self.connection.poll(min(left, 0.05)):
+                    self.connection.recv()
+        if self.process.returncode is None:  # not yet waited for: the pid is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.connection.close()
+        os.close(self.pipe)
+
+
+class RankProcesses(ProcessManager):
+    """nbdistributed's process manager, with this interpreter, a channel per rank, ending by pid."""
+
+    def __init__(self):
+        super().__init__()
+        self.ranks: list[Rank] = []
+        self.folder = tempfile.mkdtemp(prefix="zero1-")  # only this user can enter it
+        self.threads = 1
+
+    def start_workers(self, num_processes: int, master_addr="localhost", gpu_ids=None) -> None:
+        """Start the processes. They are still importing torch when this returns."""
+        cores = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):  # not on macOS
+            cores = len(os.sched_getaffinity(0))
+        self.num_processes, self.threads = num_processes, max(1, cores // num_processes)
+        path = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"} | os.environ | {
+            "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": str(self.threads),
+            "MPLBACKEND": "agg", "MASTER_ADDR": master_addr, "WORLD_SIZE": str(num_processes),
+            "LOCAL_WORLD_SIZE": str(num_processes),
+            "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+        for number in range(num_processes):
+            ours, theirs = socket.socketpair()
+            pipe, printed = os.pipe()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "zero1_helpers.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=printed,
+                stderr=subprocess.STDOUT, start_new_session=True,
+                env=environment | {"RANK": str(number), "LOCAL_RANK": str(number)})
+            theirs.close()
+            os.close(printed)
+            rank = Rank(number, process, Connection(ours.detach()), pipe)
+            self.processes.append(process)
+            self.ranks.append(rank)
+            rank.connection.send({
+                "rank": number, "world_size": num_processes, "folder": self.folder,
+                "kernel": os.getpid(),
+                "from_main_thread": threading.current_thread() is threading.main_thread()})
+
+    def is_running(self) -> bool:
+        return bool(self.ranks)
+
+    def shutdown(self, patience: float = 3.0) -> None:
+        """Ask the ranks to end; end them by pid after `patience` seconds. Twice is harmless."""
+        ranks, self.ranks = self.ranks, []
+        for rank in ranks:
+            rank.send(0, "shutdown")
+        deadline = time.monotonic() + patience
+        for rank in ranks:
+            rank.end(deadline)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class RankChannel(CommunicationManager):
+    """nbdistributed's communication manager without its port, its thread and its time limit.
+
+    processes: started.  grace: seconds that busy ranks get after another one has failed.
+    """
+
+    def __init__(self, processes: RankProcesses, grace: float):
+        self.processes, self.ranks, self.grace = processes, processes.ranks, grace
+        self.number = 0  # of the last request
+        self.late: set[int] = set()  # ranks still busy with a request that failed elsewhere
+        self.late_until = 0.0
+        self.lost = ""  # why there are no ranks any more
+
+    def send_to_all(self, msg_type, data=None, timeout=None, progress=None) -> dict[int, dict]:
+        return self.send_to_ranks(range(len(self.ranks)), msg_type, data, timeout, progress)
+
+    def send_to_ranks(self, ranks, msg_type, data=None, timeout=None, progress=None):
+        """Ask these ranks and wait for their answers: {rank: answer}, in the order they came.
+
+        An answer has "error" (an exception there), "died", "stuck" (we ended it), "late" (still
+        busy), or what was asked for. Raises ClusterError when there are no ranks.
+        """
+        self._settle()
+        self.number += 1
+        for rank in ranks:
+            self.ranks[rank].output, self.ranks[rank].where = Output(), "not answering"
+            self.ranks[rank].send(self.number, msg_type, data)
+        return self.gather(ranks, progress)
+
+    def gather(self, ranks, progress=None) -> dict[int, dict]:
+        """Collect answers. A rank that is gone takes all with it: no collective could work again."""
+        answers, self.late = self._collect(ranks, progress)
+        if gone := [rank for rank in answers if answers[rank].keys() & {"died", "stuck"}]:
+            self._lose(f"{span(gone)} ended during an earlier cell")
+        return answers | {rank: {"late": self.ranks[rank].where} for rank in sorted(self.late)}
+
+    def _settle(self) -> None:
+        """Before a request: wait for late ranks, and find out which ranks died meanwhile."""
+        if self.late and not self.lost:
+            answers, late = self._collect(self.late, give_up=self.late_until)
+            gone = late | {rank for rank in answers if answers[rank].keys() & {"died", "stuck"}}
+            self.late = set()
+            if gone:
+                self._lose(f"{span(gone)} did not come back in {self.grace:g} s and had to be "
+                           f"ended: {self.ranks[min(gone)].where}")
+        for rank in self.ranks if not self.lost else ():
+            if rank.process.poll() is not None:
+                rank.drain()
+                self._lose(f"rank {rank.number} died since the last cell: {rank.how_it_ended()}"
+                           + log_tail(rank))
+        if self.lost:
+            raise ClusterError(f"{self.lost}\nNo ranks are running: %dist_init starts afresh.")
+
+    def _lose(self, reason: str) -> None:
+        self.lost = self.lost or reason
+        self.processes.shutdown(patience=0.0)
+
+    def shutdown(self) -> None:
+        self.processes.shutdown()
+
+    def _collect(self, ranks, progress=None, give_up: float | None = None):
+        """Read until these ranks have answered or it is time to `give_up`: answers, ranks left."""
+        pending, answers, interrupted = set(ranks), {}, False
+        began = time.monotonic()
+        with deferred_interrupt() as interrupts:
+            while pending and (give_up is None or time.monotonic() < give_up):
+                wait([source for rank in pending
+                      for source in (self.ranks[rank].connection, self.ranks[rank].pipe)], 0.1)
+                for number in sorted(pending):
+                    answer = self.ranks[number].read(self.number)
+                    if answer is None:
+                        continue
+                    answers[number] = answer
+                    pending.remove(number)
+                    if give_up is None and answer.keys() & set(FAILURES):
+                        give_up = self._hurry(pending, self.grace)
+                    if "died" in answer:
+                        give_up = min(give_up, time.monotonic() + 1.0)
+                if interrupts and not interrupted:
+                    interrupted = True
+                    interrupts.clear()
+                    for number in pending:
+                        self.ranks[number].process.send_signal(signal.SIGINT)
+                    give_up = self._hurry(pending, min(self.grace, 3.0))
+                if progress:
+                    progress(time.monotonic() - began)
+        if interrupted:  # who has not even said that it is stuck holds the interpreter: ended too
+            answers |= {number: {"stuck": self.ranks[number].where} for number in pending}
+            pending = set()
+        return answers, pending
+
+    def _hurry(self, pending: set[int], grace: float) -> float:
+        """Start the grace period of these ranks. Returns until when the cell waits for them."""
+        for number in pending:
+            self.ranks[number].send(self.number, "hurry", grace)
+        self.late_until = time.monotonic() + grace + 2.0
+        return time.monotonic() + HOLD
+
+
+class ClusterMagics(DistributedMagic):
+    """nbdistributed's magics, on top of the two classes above.
+
+    %dist_init -n 4      start ranks               %%distributed   a cell on all ranks
+    %dist_shutdown       end them                  %%rank [0,2]    a cell on some ranks
+    %dist_reset          the same                  %%local         a cell in the kernel
+    %dist_status         pid, device, memory       %sync           a barrier
+    %dist_mode -e | -d   plain cells go to the ranks, or to the kernel
+    %dist_debug          nbdistributed's view of the processes
+    """
+
+    magics = {"line": {name: name for name in ("dist_init", "dist_shutdown", "dist_reset", "sync",
+                                               "dist_status", "dist_mode", "dist_debug")},
+              "cell": {name: name for name in ("distributed", "rank")}}
+    grace = Float(10.0, help="seconds that busy ranks get after a failure").tag(config=True)
+
+    def __init__(self, shell):
+        super().__init__(shell)
+        shell.input_transformers_cleanup.append(self._transform)
+
+    def _register_timeline_handlers(self) -> None:
+        """Nothing: they put JavaScript into each cell, and overwrite the kernel's names."""
+
+    _setup_notebook_save_hook = _register_timeline_handlers
+
+    # ---- which cell goes where
+
+    def _transform(self, lines: list[str]) -> list[str]:
+        """IPython passes each cell's lines through this, before it looks for magics."""
+        code = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        first = lines[0] if lines else ""
+        if first.split() == ["%%local"]:
+            return lines[1:]
+        if re.match(r"%%(rank|distributed)\b", first):  # the empty line keeps line numbers right
+            return [re.sub(r"^%%rank\s*", "%%rank ", first), "\n", *lines[1:]]
+        if self._distributed_mode_active and code and code[0].lstrip()[0] not in "%!?":
+            return ["%%distributed\n", *lines]
+        return lines
+
+    def _enable_distributed_mode(self) -> None:
+        self._distributed_mode_active = True
+
+    def _disable_distributed_mode(self) -> None:
+        self._distributed_mode_active = False
+
+    # ---- start and end
+
+    @magic_arguments()
+    @argument("--num-processes", "-n", type=int, default=2, help="how many ranks")
+    @argument("--master-addr", "-a", default="localhost", help="of this machine; all ranks are here")
+    @argument("--gpu-ids", "-g", default=None, help='one GPU per rank, such as "0,1,3"')
+    def dist_init(self, line):
+        """Start ranks. Returns when all have joined the process group, or raises ClusterError."""
+        args = parse_argstring(self.dist_init, line)
+        n, running = args.num_processes, self._comm_manager
+        if running and not running.lost and not running.late:
+            raise ClusterError(f"{count(len(running.ranks))} already running: %dist_shutdown first.")
+        if n < 1:
+            raise ClusterError(f"--num-processes {n}: there must be at least one rank.")
+        try:
+            socket.getaddrinfo(args.master_addr, None)
+        except OSError:
+            raise ClusterError(f"--master-addr {args.master_addr} does not resolve.") from None
+        wanted = parse_gpu_ids(args.gpu_ids, n)
+        self._end()
+        processes = RankProcesses()
+        try:
+            processes.start_workers(n, args.master_addr)
+            channel = RankChannel(processes, self.grace)
+            answers = channel.gather(range(n))  # a rank says hello when it has imported torch
+            check(answers, channel)
+            gpus, why = choose_gpus(answers[0]["gpus"], n, wanted)
+            channel.number = 1
+            for rank in channel.ranks:
+                rank.send(1, "form", {"backend": "nccl" if gpus else "gloo",
+                                      "gpu_id": gpus[rank.number] if gpus else None})
+            check(channel.gather(range(n)), channel)
+        except BaseException:
+            processes.shutdown(patience=0.0)
+            raise
+        self._process_manager, self._comm_manager, self._num_processes = processes, channel, n
+        self._enable_distributed_mode()
+        threads = f"{processes.threads} thread{'s' * (processes.threads > 1)}"
+        print(f"{count(n)} ready: {why}; {threads} per rank.\n"
+              "Cells now run on all of them; each has torch, dist, rank, world_size, gpu_id, device.\n"
+              '%%rank [0] runs a cell on some, %%local in the kernel; pull("name") fetches values.')
+
+    def dist_shutdown(self, line):
+        """End the ranks. Plain cells run in the kernel again."""
+        ended = self._end()
+        print(f"{count(ended)} ended." if ended else "No ranks are running.")
+
+    dist_reset = dist_shutdown  # nothing is left over that a reset would have to clear
+
+    def _end(self) -> int:
+        """End our ranks, if there are any. Returns how many there were."""
+        processes, self._process_manager, self._comm_manager = self._process_manager, None, None
+        self._num_processes = 0
+        self._disable_distributed_mode()
+        ended = len(processes.ranks) if processes else 0
+        if processes:
+            processes.shutdown()
+        return ended
+
+    @classmethod
+    def shutdown_all(cls) -> None:
+        """In nbdistributed the last resort, which ends processes by name. Here: our own, by pid."""
+        if _magics:
+            _magics._end()
+
+    force_shutdown_all = _nuclear_shutdown = shutdown_all
+
+    # ---- cells
+
+    def distributed(self, line, cell):
+        """%%distributed: run this cell on all ranks."""
+        self._run(range(len(self._channel().ranks)), cell)
+
+    def rank(self, line, cell):
+        """%%rank [0,2] or %%rank [0-2]: run this cell on these ranks."""
+        world_size = len(self._channel().ranks)
+        ranks = parse_ranks(line, world_size)
+        if len(ranks) < world_size and (call := COLLECTIVE.search(cell)):
+            print(f"Note: {call[0].rstrip('( ')} waits for every rank of its group, and this cell "
+                  f"runs on {span(ranks)} only.")
+        self._run(ranks, cell)
+
+    def _run(self, ranks, cell: str) -> None:
+        """Run a cell; while it takes long, show what there is so far, and replace it at the end.
+
+        So the saved output depends on what the ranks printed, not on how long they took.
+        """
+        channel, shown = self._channel(), 0.0
+
+        def progress(seconds: float) -> None:
+            nonlocal shown
+            if seconds - shown > (1 if shown else 2) and hasattr(self.shell, "kernel"):
+                shown = seconds
+                clear_output(wait=True)
+                tails = [channel.ranks[rank].output.text(20) for rank in ranks]
+                for who, text in alike(ranks, tails):
+                    print(labelled(who, text), end="")
+                print(f"... running for {seconds:.0f} s")
+
+        request = {"code": cell, "cell": self.shell.execution_count}
+        answers = channel.send_to_ranks(ranks, "execute", request, progress=progress)
+        if shown:
+            clear_output()
+        show(ranks, answers, [channel.ranks[rank].output.text() for rank in ranks])
+        check(answers, channel)
+
+    def sync(self, line):
+        """%sync: a barrier of all ranks."""
+        channel = self._channel()
+        check(channel.send_to_all("sync"), channel)
+        print(f"Synchronized {count(len(channel.ranks))}.")
+
+    def dist_status(self, line):
+        """Pid, device, memory, uptime of each rank."""
+        channel = self._channel()
+        answers = channel.send_to_all("status")
+        check(answers, channel)
+        for rank in channel.ranks:
+            facts = answers[rank.number]
+            device = "CPU"
+            if facts["gpu_id"] is not None:
+                device = (f"GPU {facts['gpu_id']} ({facts['gpu_name']}, "
+                          f"{facts['gpu_memory_allocated']:.2f} GiB allocated)")
+            print(f"rank {rank.number}: idle, pid {rank.process.pid}, {device}, peak memory "
+                  f"{facts['peak'] / 1e9:.2f} GB, up {time.time() - rank.started:.0f} s")
+
+    def _channel(self) -> RankChannel:
+        if self._comm_manager is None:
+            raise ClusterError("No ranks are running: %dist_init --num-processes 4 starts four.")
+        return self._comm_manager
+
+
+# ---- what the reader sees
+
+
+def show(ranks, answers: dict[int, dict], texts: list[str]) -> None:
+    """Print a cell's output: warnings, what each rank printed, what it displayed; equals folded."""
+    answers = [answers.get(rank, {}) for rank in ranks]
+    warned: dict[str, list[int]] = {}
+    for rank, answer in zip(ranks, answers, strict=True):
+        for warning in dict.fromkeys(answer.get("warnings", ())):
+            warned.setdefault(warning, []).append(rank)
+    text = "".join(f"{span(who)}: {warning}\n" for warning, who in warned.items())
+    displays = [json.dumps(answer.get("displays", [])) for answer in answers]
+    for who, (printed, bundles) in alike(ranks, list(zip(texts, displays, strict=True))):
+        bundles = json.loads(bundles)
+        text += labelled(who, printed) or (f"{span(who)}:\n" if bundles else "")
+        for bundle in bundles:
+            print(text, end="", flush=True)
+            text = ""
+            display(bundle, raw=True)
+    print(text, end="", flush=True)
+
+
+def alike(ranks, values: list) -> list[tuple[list[int], object]]:
+    """Ranks grouped by equal values, in the order of each group's first rank."""
+    groups: dict = {}
+    for rank, value in zip(ranks, values, strict=True):
+        groups.setdefault(value, []).append(rank)
+    return [(who, value) for value, who in groups.items()]
+
+
+def labelled(ranks, text: str) -> str:
+    """ "rank 1: text", with the text on lines of its own if it has several; "" without text."""
+    text = text.rstrip("\n")
+    if not text.strip():
+        return ""
+    return f"{span(ranks)}:{chr(10) if chr(10) in text else ' '}{text}\n"
+
+
+def span(ranks) -> str:
+    """Ranks in words: "rank 2", "ranks 0, 2", "ranks 0–3"."""
+    ranks = sorted(ranks)
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def count(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks != 1)}"
+
+
+def log_tail(rank: Rank) -> str:
+    lines = rank.output.text(15).splitlines()
+    return "".join(["\nThe last that it printed:" if lines else "", *(f"\n    {x}" for x in lines)])
+
+
+def check(answers: dict[int, dict], channel: RankChannel) -> None:
+    """Raise ClusterError if a rank failed: the first failure in full, others in a line each."""
+    failures: dict = {}  # answers came in order of time, so the first error is likely the cause
+    for rank, answer in answers.items():
+        for kind in answer.keys() & set(FAILURES):
+            failure = answer[kind]
+            if kind == "error":  # alike but for numbers: gloo's messages name ports
+                failure = (failure["name"], failure["place"], re.sub(r"\d+", "#", failure["message"]))
+            failures.setdefault((kind, failure), []).append(rank)
+    parts = []
+    for (kind, failure), ranks in sorted(failures.items(), key=lambda f: FAILURES.index(f[0][0])):
+        if kind == "died":
+            part = f"{span(ranks)} died: {failure}{log_tail(channel.ranks[ranks[0]])}"
+        elif kind == "error":
+            error = answers[ranks[0]]["error"]
+            part = f"{span(ranks)}: {': '.join(filter(None, [error['name'], error['message']]))}"
+            part = part if not parts else part.splitlines()[0][:200]
+            part += f" ({error['place']}: {error['source']})" if error["place"] else ""
+            part += "" if parts else f"\n{error['traceback'].rstrip()}"
+        elif kind == "stuck":
+            part = f"{span(ranks)} did not stop and had to be ended: {failure}"
+        elif not channel.lost:
+            part = (f"{span(ranks)} did not finish: {failure}. Ended {channel.grace:g} s after the "
+                    "failure, unless done by then; after that, %dist_init starts afresh.")
+        else:
+            continue
+        parts.append(part)
+    if channel.lost:
+        parts.append("All ranks are ended now: %dist_init starts afresh.")
+    if parts:
+        raise ClusterError("\n".join(parts))
+
+
+# ---- arguments
+
+
+def parse_ranks(text: str, world_size: int) -> list[int]:
+    """Ranks of `%%rank [0,2]` or `%%rank [0-2]`."""
+    ranks: set[int] = set()
+    for part in text.strip().removeprefix("[").removesuffix("]").split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:[-–]\s*(\d+)\s*)?", part)
+        if not match or int(match[1]) > int(match[2] or match[1]):
+            raise ClusterError(f"%%rank {text}: write the ranks as %%rank [0,2] or %%rank [0-2].")
+        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if unknown := [rank for rank in ranks if rank >= world_size]:
+        raise ClusterError(f"%%rank {text}: there is no {span(unknown)}; "
+                           f"{count(world_size)} running, numbered from 0.")
+    return sorted(ranks)
+
+
+def parse_gpu_ids(text: str | None, ranks: int) -> list[int] | None:
+    """GPUs of `-g 0,1`."""
+    if text is None:
+        return None
+    try:
+        ids = [int(part) for part in text.strip("\"'[]").split(",")]
+    except ValueError:
+        raise ClusterError(f"--gpu-ids {text}: write GPU ids as 0,1,3.") from None
+    if len(set(ids)) < ranks or len(set(ids)) < len(ids):
+        raise ClusterError(f"--gpu-ids {text}: {count(ranks)} need {ranks} different GPUs, "
+                           "because NCCL takes one rank per GPU.")
+    return ids[:ranks]
+
+
+def choose_gpus(available: int, ranks: int, wanted: list[int] | None):
+    """Each rank's GPU (None: all on the CPU), and the reason. available: GPUs that torch sees."""
+    if wanted:
+        if unknown := [gpu for gpu in wanted if not 0 <= gpu < available]:
+            raise ClusterError(f"--gpu-ids: there is no GPU {', '.join(map(str, unknown))}; "
+                               f"torch sees {available}.")
+        return wanted, f"NCCL, because --gpu-ids names GPUs {', '.join(map(str, wanted))}"
+    if available >= ranks:
+        return list(range(ranks)), "NCCL, because there is a GPU for each"
+    if available == 0:
+        return None, "gloo on the CPU, because torch sees no GPU"
+    return None, f"gloo on the CPU, because NCCL takes one rank per GPU and torch sees {available}"
+
+
+@contextlib.contextmanager
+def deferred_interrupt():
+    """Collect SIGINTs in a list, so that none raises KeyboardInterrupt halfway through a message.
+
+    What is still in the list at the end is raised then.
+    """
+    interrupts: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts  # signals arrive in the main thread only
+        return
+    before = signal.signal(signal.SIGINT, lambda signum, frame: interrupts.append(signum))
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
+
+
+# ---- names for notebooks
+
+_magics: ClusterMagics | None = None  # those of this kernel
+
+
+def _running() -> RankChannel:
+    if _magics is None:
+        raise ClusterError("No ranks are running: %load_ext zero1_helpers, then %dist_init.")
+    return _magics._channel()
+
+
+def pull(expression: str, ranks: list[int] | None = None) -> list:
+    """The values of a name or expression on all ranks (or these), as a list; tensors on the CPU.
+
+    Raises ClusterError if it fails on a rank or the value cannot travel.
+    """
+    channel = _running()
+    ranks = range(len(channel.ranks)) if ranks is None else ranks
+    if unknown := [rank for rank in ranks if rank not in range(len(channel.ranks))]:
+        raise ClusterError(f"pull: there is no {span(unknown)}.")
+    answers = channel.send_to_ranks(ranks, "get_var", expression)
+    check(answers, channel)
+    try:
+        return [pickle.loads(answers[rank]["value"]) for rank in ranks]
+    except (AttributeError, ImportError) as error:
+        raise ClusterError(f"pull({expression!r}): this class is not in the kernel: {error}") from None
+
+
+def push(**values) -> None:
+    """Set names on all ranks: push(lr=0.1). Raises ClusterError if a value cannot travel."""
+    channel = _running()
+    try:
+        data = pickle.dumps(values)
+    except Exception as error:
+        raise ClusterError(f"push: {', '.join(values)} cannot be sent: {error}") from None
+    check(channel.send_to_all("set_var", data), channel)
+
+
+def load_ipython_extension(ipython) -> None:
+    """`%load_ext zero1_helpers`: the magics, and pull and push unless these names are taken."""
+    global _magics
+    unload_ipython_extension(ipython)
+    _magics = ClusterMagics(ipython)
+    ipython.register_magics(_magics)
+    ipython.user_ns.setdefault("pull", pull)
+    ipython.user_ns.setdefault("push", push)
+    kernel = os.getpid()  # a fork of the kernel must not end the ranks
+    atexit.register(lambda: os.getpid() == kernel and ClusterMagics.shutdown_all())
+
+
+def unload_ipython_extension(ipython) -> None:
+    global _magics
+    if _magics:
+        _magics._end()
+        ipython.input_transformers_cleanup.remove(_magics._transform)
+        _magics = None

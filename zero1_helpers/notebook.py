@@ -1,0 +1,22 @@
+"""What the notebooks show besides figures: source code of the package, and tables."""
+
+import inspect
+
+import pandas as pd
+from IPython.display import Markdown, display
+
+from .results import markdown
+
+
+def show_source(*objects) -> None:
+    """Show classes or functions as they stand in the package."""
+    for obj in objects:
+        module = obj.__module__.replace("zero1_helpers.", "")
+        text = f"`zero1_helpers/{module}.py`\n\n```python\n{inspect.getsource(obj)}```"
+        display(Markdown(text))
+
+
+def show_table(table: pd.DataFrame, caption: str = "") -> None:
+    """Show a table of numbers, with a caption that says what they hold for."""
+    text = markdown(table) + (f"\n\n*{caption}*" if caption else "")
+    display({"text/markdown": text, "text/plain": table.to_string()}, raw=True)
