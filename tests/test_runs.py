@@ -264,7 +264,9 @@ def test_round_trip(tmp_path):
     assert (run.variant, run.world_size, run.folder) == ("zero1-overlap", 2, tmp_path)
     assert run.trace(1) == lane_view(cpu_trace(1), BASE)
     pd.testing.assert_frame_equal(run.memory(0), make_memory(7))
-    assert run.trace_files == {r: str(tmp_path / f"trace.rank{r}.json.gz") for r in (0, 1)}
+    assert run.trace_files == {
+        r: str(tmp_path.resolve() / f"trace.rank{r}.json.gz") for r in (0, 1)
+    }
     assert run.caption == ("ZeRO-1 + overlap. CPU, 2 cores · 2 ranks · gloo · no emulated link · "
                            "tiny · 2025-01-31")  # fmt: skip
     saved = gzip.decompress((tmp_path / "raw.rank0.json.gz").read_bytes()).decode()

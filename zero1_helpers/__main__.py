@@ -55,6 +55,9 @@ def parse(argv):
 
     report = commands.add_parser("report", help="every variant: predicted, measured, published")
     report.add_argument("--runs", default=Path("traces"), type=Path)
+    report.add_argument(
+        "--into", type=Path, help="a Markdown file; replaces what is between its marks"
+    )
     report.set_defaults(run=run_report)
     return parser.parse_args(argv)
 
@@ -118,9 +121,14 @@ def run_figures(args) -> int:
 
 
 def run_report(args) -> int:
-    from .results import report
+    from .results import replace_marked, report
+    from .runs import write_atomic
 
-    print(report(args.runs))
+    text = report(args.runs)
+    if args.into:
+        write_atomic(args.into, replace_marked(args.into.read_text(), text).encode())
+    else:
+        print(text)
     return 0
 
 

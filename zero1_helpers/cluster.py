@@ -37,6 +37,7 @@ from nbdistributed.process_manager import ProcessManager
 from traitlets import Float
 
 HOLD = 4.5  # seconds that a cell waits for the others after a failure; `grace` may be longer
+LIVE = 2.0  # seconds after which a running cell shows what it has printed so far
 KEEP = 100_000  # bytes of output shown per rank and cell: half its beginning, half its end
 COLLECTIVE = re.compile(r"\b((all_)?(reduce|gather)|broadcast|scatter|reduce_scatter|all_to_all)"
                         r"(_into_tensor|_tensor|_single|_object|_object_list)?\s*\(|\bbarrier\s*\(")
@@ -153,7 +154,7 @@ class RankProcesses(ProcessManager):
         self.num_processes, self.threads = num_processes, max(1, cores // num_processes)
         path = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"} | os.environ | {
+        environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": str(self.threads),
             "MPLBACKEND": "agg", "MASTER_ADDR": master_addr, "WORLD_SIZE": str(num_processes),
             "LOCAL_WORLD_SIZE": str(num_processes),
@@ -425,7 +426,7 @@ class ClusterMagics(DistributedMagic):
 
         def progress(seconds: float) -> None:
             nonlocal shown
-            if seconds - shown > (1 if shown else 2) and hasattr(self.shell, "kernel"):
+            if seconds - shown > (1 if shown else LIVE) and hasattr(self.shell, "kernel"):
                 shown = seconds
                 clear_output(wait=True)
                 tails = [channel.ranks[rank].output.text(20) for rank in ranks]
@@ -463,6 +464,7 @@ class ClusterMagics(DistributedMagic):
     def _channel(self) -> RankChannel:
         if self._comm_manager is None:
             raise ClusterError("No ranks are running: %dist_init --num-processes 4 starts four.")
+        self._comm_manager.grace = self.grace  # %config may have changed it
         return self._comm_manager
 
 

@@ -6,6 +6,7 @@ hardware, ranks, backend, link, date) and `.alt_text`. Units are decimal: 1 MB =
 `save` writes files, `show` displays in a notebook, `draw_all` does everything in a folder.
 """
 
+import base64
 import io
 import json
 import re
@@ -218,9 +219,8 @@ def bytes_per_rank(runs, theme: str = "light") -> Figure:
             for rank, place in enumerate(at if len(runs) * len(bars) <= 32 else ()):
                 ax.annotate(str(rank), (place, 0), (0, -3), textcoords="offset points",
                             ha="center", va="top", color=look["muted"], size=7)  # fmt: skip
-            top = max(bars) / scale
-            ax.annotate(_size(max(bars)), (x, top), (0, 4), textcoords="offset points",
-                        ha="center", weight="bold")  # fmt: skip
+            ax.annotate(_size(max(bars)), (at[np.argmax(bars)], max(bars) / scale), (0, 4),
+                        textcoords="offset points", ha="center", weight="bold")  # fmt: skip
         ax.set_xticks(range(len(runs)), [run.variant for run in runs])
         ax.tick_params(axis="x", pad=12)
         ax.set(xlim=(-0.6, len(runs) - 0.4), ylim=(0, 1.15 * max(map(max, measured)) / scale),
@@ -387,12 +387,12 @@ def _draw_steps(ax, run: Run, rank: int, look: dict):
 
 
 def _thin(frame, bins: int = 300):
-    """Few enough points to draw, each of them real: lowest and highest total of every bin."""
+    """Few enough points to draw, each real: of every bin the lowest and highest total, and the last."""
     if len(frame) <= 2 * bins:
         return frame
     time = frame["time_ms"]
     groups = frame["total"].groupby((time / time.iloc[-1] * bins).astype(int))
-    kept = {0, len(frame) - 1, *groups.idxmin(), *groups.idxmax()}
+    kept = {0, *groups.idxmin(), *groups.idxmax(), *groups.tail(1).index}
     return frame.loc[sorted(kept)]
 
 
@@ -491,7 +491,8 @@ def show(fig: Figure) -> None:
     """Display in a notebook: a PNG with its alt text, and the caption below."""
     from IPython.display import display
 
-    display({"image/png": render(fig), "text/plain": fig.alt_text}, raw=True,
+    picture = base64.b64encode(render(fig)).decode()
+    display({"image/png": picture, "text/plain": fig.alt_text}, raw=True,
             metadata={"image/png": {"alt": fig.alt_text, "width": int(WIDTH * 100)}})  # fmt: skip
     display({"text/markdown": f"*{fig.caption}*", "text/plain": fig.caption}, raw=True)
 

@@ -50,7 +50,7 @@ def results_table(runs: Iterable[Run]) -> pd.DataFrame:
             "collectives": sum(c["calls"] for c in r["collectives"]),
             "sent": sum(c["bytes_sent"] for c in r["collectives"]) / 1e6,
             "step_s": float(pd.Series(r["step_seconds"]).median()),
-            "loss": r["losses"][-1],
+            "loss": r["losses"][-1] if r["losses"] else None,
         })  # fmt: skip
     return pd.DataFrame(rows).set_index("variant")
 
@@ -114,3 +114,16 @@ def report(root: str | Path) -> str:
     )
     parts.append(markdown(PUBLISHED))
     return "\n".join(parts)
+
+
+MARKS = "<!-- results, by `zero1 report` -->", "<!-- end of results -->"
+
+
+def replace_marked(text: str, results: str) -> str:
+    """A page with its results, which stand between two marks, replaced."""
+    if any(text.count(mark) != 1 for mark in MARKS):
+        raise ValueError(
+            f"the page needs a line {MARKS[0]} and, after the table, a line {MARKS[1]}"
+        )
+    before, rest = text.split(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{results}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}"

@@ -141,6 +141,17 @@ def get_variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
+def describe(variant: str, dataset, batch_size: int | None = None) -> dict:
+    """What a profiler cannot know about a run, for get_profiler: variant, title, preset, data, seed."""
+    return {
+        "variant": variant,
+        "title": get_variant(variant).title,
+        "preset": dataset.info.config_name,
+        "seed": COMMON_SEED,
+        "data": describe_data(dataset, batch_size),
+    }
+
+
 def record_missing(variants: Iterable[str], folder, preset: str | None = None, **kwargs) -> None:
     """Record into `folder` those variants that it does not hold yet for this world and preset.
 
@@ -181,8 +192,7 @@ def record(
     model = get_smol_model(preset).to(device)
     model, optimizer = variant.build(model, lr, preset.bucket_cap_mb)
     batches = islice(get_dataloader(shard, batch_size), steps)
-    about = {"variant": variant.name, "title": variant.title, "preset": preset.name, "seed": COMMON_SEED,
-             "data": describe_data(shard, batch_size)}  # fmt: skip
+    about = describe(variant.name, shard, batch_size)
     with get_profiler(
         out, steps, model=model, optimizer=optimizer, keep_raw=keep_raw, **about
     ) as profiler:
