@@ -434,7 +434,8 @@ class ClusterMagics(DistributedMagic):
                     print(labelled(who, text), end="")
                 print(f"... running for {seconds:.0f} s")
 
-        request = {"code": cell, "cell": self.shell.execution_count}
+        # Not execution_count: some versions of IPython raise it before a cell runs, some after.
+        request = {"code": cell, "cell": len(self.shell.user_ns["In"]) - 1}
         answers = channel.send_to_ranks(ranks, "execute", request, progress=progress)
         if shown:
             clear_output()

@@ -1,6 +1,7 @@
 """All variants side by side: predicted, measured, and what the post published."""
 
 from collections.abc import Iterable
+from numbers import Integral
 from pathlib import Path
 
 import pandas as pd
@@ -74,13 +75,10 @@ HEADINGS = {
 def markdown(table: pd.DataFrame) -> str:
     """A table as Markdown: a row for each entry of the index, numbers with sensible digits."""
     digits = {"collectives": 0, "loss": 4, "step_s": 2, "peak_gb": 2, "opt_state_gb": 3}
-    lines = [
-        f"| {table.index.name or ''} | "
-        + " | ".join(HEADINGS.get(c, c) for c in table.columns)
-        + " |"
-    ]
+    known = HEADINGS if table.index.name == "variant" else {}
+    lines = ["| " + " | ".join([table.index.name or "", *(known.get(c, c) for c in table)]) + " |"]
     lines.append("|---|" + "---:|" * len(table.columns))
-    for name, row in table.iterrows():
+    for name, row in table.astype(object).iterrows():  # as objects, or integers become floats
         cells = [_cell(value, digits.get(column, 1)) for column, value in row.items()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -91,7 +89,7 @@ def _cell(value, digits: int) -> str:
         return value
     if pd.isna(value):
         return "–"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+    return f"{value:,}" if isinstance(value, Integral) else f"{value:,.{digits}f}"
 
 
 def report(root: str | Path) -> str:

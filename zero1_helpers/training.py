@@ -178,7 +178,7 @@ def record(
     *,
     batch_size: int | None = None,
     lr: float = 1e-3,
-    device="cpu",
+    device: torch.device | str | None = None,
     keep_raw: bool = False,
 ) -> list[float]:
     """Train one variant for some steps under the profiler, from the seed that all variants share.
@@ -186,6 +186,7 @@ def record(
     Called on every rank; writes the run into the folder `out` and returns this rank's losses.
     """
     variant, preset = get_variant(variant), get_preset(preset)
+    device = device or ("cuda" if dist.get_backend() == "nccl" else "cpu")
     batch_size = batch_size or preset.batch_size
     set_seed()
     shard = shard_dataset(get_dataset(preset)["train"], dist.get_rank(), dist.get_world_size())

@@ -145,6 +145,8 @@ class Worker(DistributedWorker):
             device = torch.device("cuda", self.gpu_id)
             torch.cuda.set_device(device)
             self.namespace |= dict(gpu_id=self.gpu_id, device=device)
+        else:  # with fewer GPUs than ranks, CUDA is there but not used
+            os.environ.setdefault("ZERO1_PRESET", "tiny")
         # A file in a private folder, because a TCPStore listens on every interface.
         store = dist.FileStore(os.path.join(self.folder, "store"), self.world_size)
         dist.init_process_group(data["backend"], store=store, rank=self.rank,
