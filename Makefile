@@ -15,7 +15,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run lab test figures record notebooks lint install
+.PHONY: help run lab test figures record readme notebooks lint install
 
 help:
 	@echo "make run        install, execute all notebooks on 4 ranks, draw figures, print the results"
@@ -24,6 +24,7 @@ help:
 	@echo "make figures    draw all figures again from traces/, without training"
 	@echo "make record     record the runs again: RECORD_PRESET=$(RECORD_PRESET) RANKS=$(RANKS)"
 	@echo "make notebooks  refresh the committed notebooks from notebooks/percent/"
+	@echo "make readme     the README's picture and results table, from traces/"
 	@echo "make lint       ruff"
 
 install: $(STAMP)
@@ -62,6 +63,9 @@ record: $(STAMP)
 	for variant in $$variants; do echo "Recording $(RECORD_PRESET), $$variant ..."; \
 	  $(PY) -m zero1_helpers record --variant $$variant --preset $(RECORD_PRESET) \
 	    --ranks $(RANKS) --steps 4 --out traces/$(RECORD_PRESET)/$$variant || exit 1; done
+
+readme: $(STAMP)
+	@$(PY) tools/refresh_readme.py
 
 notebooks: $(STAMP)
 	@$(PY) tools/run_notebooks.py --in-place

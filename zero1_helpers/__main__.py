@@ -55,9 +55,6 @@ def parse(argv):
 
     report = commands.add_parser("report", help="every variant: predicted, measured, published")
     report.add_argument("--runs", default=Path("traces"), type=Path)
-    report.add_argument(
-        "--into", type=Path, help="a Markdown file; replaces what is between its marks"
-    )
     report.set_defaults(run=run_report)
     return parser.parse_args(argv)
 
@@ -116,25 +113,25 @@ def record_on_this_rank(args) -> int:
     return 0
 
 
-def run_figures(args) -> int:
-    from .figures import draw_all
+def recorded(root: Path) -> list[Path]:
     from .runs import find_runs
 
-    folders = find_runs(args.runs)
-    if not folders:
-        raise ValueError(f"no recorded run under {args.runs}; make some with `zero1 record`")
-    return draw_all(folders, args.out, args.theme)
+    if not (folders := find_runs(root)):
+        raise ValueError(f"no recorded run under {root}; make some with `zero1 record`")
+    return folders
+
+
+def run_figures(args) -> int:
+    from .figures import draw_all
+
+    return draw_all(recorded(args.runs), args.out, args.theme)
 
 
 def run_report(args) -> int:
-    from .results import replace_marked, report
-    from .runs import write_atomic
+    from .results import report
+    from .runs import load_run
 
-    text = report(args.runs)
-    if args.into:
-        write_atomic(args.into, replace_marked(args.into.read_text(), text).encode())
-    else:
-        print(text)
+    print(report(map(load_run, recorded(args.runs))))
     return 0
 
 

@@ -11,6 +11,8 @@ Everywhere `run` is a `runs.Run`; where only traces matter, {rank: path} will do
 frames are in the unit that the column names; memory is in bytes.
 """
 
+import copy
+import functools
 import logging
 import re
 
@@ -28,6 +30,20 @@ KINDS = {  # of collectives, by the names that gloo and NCCL give them
 # HTA
 
 
+def once_per_run(function):
+    """Keep the answer with the run: two themes of a figure and the table ask for the same."""
+
+    @functools.wraps(function)
+    def remembered(run):
+        frames = getattr(run, "frames", {})
+        if function.__name__ not in frames:
+            frames[function.__name__] = function(run)
+        return copy.deepcopy(frames[function.__name__])
+
+    return remembered
+
+
+@once_per_run
 def temporal_breakdown(run) -> pd.DataFrame:
     """Per rank: compute_pct, non_compute_pct, idle_pct (they add up to 100), and the same in us."""
     table = _hta(run).get_temporal_breakdown(visualize=False).sort_values("rank")
@@ -40,6 +56,7 @@ def temporal_breakdown(run) -> pd.DataFrame:
     return frame.reset_index(drop=True)
 
 
+@once_per_run
 def comm_comp_overlap(run) -> pd.DataFrame:
     """Per rank: overlap_pct, of communication time; NaN where nothing was communicated."""
     table = _hta(run).get_comm_comp_overlap(visualize=False).sort_values("rank")
@@ -47,6 +64,7 @@ def comm_comp_overlap(run) -> pd.DataFrame:
     return table.reset_index(drop=True)
 
 
+@once_per_run
 def kernel_breakdown(run) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(by kind, by kernel), over all steps.
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 from numbers import Integral
-from pathlib import Path
 
 import pandas as pd
 
 from .analysis import comm_comp_overlap, temporal_breakdown
-from .runs import Run, RunError, find_runs, load_run
+from .runs import Run
 from .training import VARIANTS
 
 # SmolLM2-360M, pure bf16, Adam, 4 GPUs, batch 16, 4 steps. Memory in GB, times in percent. The post
@@ -25,7 +24,7 @@ PUBLISHED = pd.DataFrame(
 
 
 def results_table(runs: Iterable[Run]) -> pd.DataFrame:
-    """One row a run, in the order of the series. Memory in MB of the fullest rank, percentages of rank 0.
+    """One row a run, in the order of the series. Memory in MB of the fullest rank, percentages as means.
 
     `predicted` is opt_state by memory_math, `opt_state` the same as measured; `states` is the peak of
     parameters, gradients, optimizer state and buckets together, `peak` that of everything.
@@ -92,21 +91,18 @@ def _cell(value, digits: int) -> str:
     return f"{value:,}" if isinstance(value, Integral) else f"{value:,.{digits}f}"
 
 
-def report(root: str | Path) -> str:
-    """The tables of every preset recorded under `root`, then the post's; Markdown."""
+def report(runs: Iterable[Run]) -> str:
+    """A table for each setting (preset, machine, date) among the runs, then the post's; Markdown."""
     by_setting: dict[str, list[Run]] = {}
-    for folder in find_runs(root):
-        run = load_run(folder)
+    for run in runs:
         by_setting.setdefault(run.setting, []).append(run)
-    if not by_setting:
-        raise RunError(f"no recorded run under {root}; make some with `zero1 record`")
     parts = []
-    for setting, runs in by_setting.items():
-        steps = runs[0].record["steps"]
+    for setting, alike in by_setting.items():
+        steps = alike[0].record["steps"]
         parts.append(
             f"Measured, {steps} steps, memory of the fullest rank, times as the mean over ranks.\n{setting}\n"
         )
-        parts.append(markdown(results_table(runs)) + "\n")
+        parts.append(markdown(results_table(alike)) + "\n")
     parts.append(
         "Published in the post: SmolLM2-360M, bf16, Adam, 4 GPUs, batch 16, 4 steps; memory in GB.\n"
     )

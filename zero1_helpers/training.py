@@ -152,13 +152,20 @@ def describe(variant: str, dataset, batch_size: int | None = None) -> dict:
     }
 
 
-def record_missing(variants: Iterable[str], folder, preset: str | None = None, **kwargs) -> None:
-    """Record into `folder` those variants that it does not hold yet for this world and preset.
+def record_missing(
+    variants: Iterable[str], folder, preset: str | None = None, steps: int = 4, **kwargs
+) -> None:
+    """Record into `folder` those variants that it does not hold yet in this setting.
 
     So a table can compare variants on one machine, without training again what an earlier notebook
     has already recorded. Called on every rank; rank 0 looks, and the others take its word.
     """
-    setting = {"world_size": dist.get_world_size(), "preset": get_preset(preset).name}
+    setting = {
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "preset": get_preset(preset).name,
+        "steps": steps,
+    }
     for name in variants:
         out = Path(folder) / name
         known = [None]
@@ -167,7 +174,7 @@ def record_missing(variants: Iterable[str], folder, preset: str | None = None, *
             known = [{key: found.get(key) for key in setting}]
         dist.broadcast_object_list(known, src=0)
         if known[0] != setting:
-            record(name, preset, out=out, **kwargs)
+            record(name, preset, steps, out, **kwargs)
 
 
 def record(
