@@ -1,0 +1,284 @@
+"""An emulated interconnect: gloo with the pace of a link that you choose.
+
+On a laptop the "network" between ranks is a copy by the cores that also compute, so nothing can hide
+behind anything. Here the data still travels by gloo, and results stay exact, but a collective is
+complete no earlier than a link of the given latency and bandwidth would have it::
+
+    issue   begin = when this rank's link is free;  deadline = begin + latency + bytes sent / bandwidth
+    wait    wait for gloo, then sleep until the deadline
+
+A waiting rank sleeps, as a GPU's copy engine leaves the cores alone. Collectives of one rank queue on
+its one link. What each sends is the ring algorithms' count, `memory_math.RING_FACTOR`. Nothing can be
+faster than gloo itself: an operation that gloo ends after its deadline is `late`, and a run in which
+many are late says so. Over NCCL there is nothing to emulate, and nothing of this is used.
+"""
+
+import queue
+import re
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from .memory_math import bytes_sent, nbytes
+
+BACKEND = "emulated"  # its name in torch.distributed
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank sends through: `bandwidth` in bytes/s, `latency` in seconds for each collective."""
+
+    bandwidth: float
+    latency: float = 0.0
+    source: str = "chosen by hand"
+
+    def __post_init__(self):
+        if not self.bandwidth > 0 or not self.latency >= 0:
+            raise ValueError(
+                "a link has a bandwidth above 0 B/s and a latency of 0 s or more, not "
+                f"{self.bandwidth} B/s and {self.latency} s"
+            )
+
+    def seconds(self, op: str, size: float, world_size: int) -> float:
+        """How long a collective on `size` bytes keeps the link of one rank busy; alone, not at all."""
+        sent = bytes_sent(op, size, world_size)
+        return self.latency + sent / self.bandwidth if world_size > 1 else 0.0
+
+    def __str__(self) -> str:
+        latency = f" + {self.latency * 1e3:.3g} ms" if self.latency else ""
+        if self.bandwidth >= 1e9:
+            return f"{self.bandwidth / 1e9:.3g} GB/s{latency}"
+        return f"{self.bandwidth / 1e6:.3g} MB/s{latency}"
+
+
+# One direction, per GPU. The latency is that of a small collective inside NCCL, of the order that
+# nccl-tests reports on such hardware; it is the part that varies most between machines.
+PRESETS = {
+    "nvlink": Link(450e9, 10e-6, "NVLink 4, half of the 900 GB/s that NVIDIA's H100 page gives"),
+    "pcie4": Link(31.5e9, 20e-6, "PCIe 4.0 x16, 16 GT/s a lane with 128b/130b coding"),
+    "100gbit": Link(12.5e9, 30e-6, "100 Gb/s Ethernet (IEEE 802.3bm) or InfiniBand EDR"),
+    "10gbit": Link(1.25e9, 50e-6, "10 Gb/s Ethernet (IEEE 802.3ae)"),
+}
+UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "bit": 1 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
+SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+RATE = re.compile(r"\s*(-?[\d.]+)\s*(\w+)/s(?:\s*\+\s*([\d.]+)\s*(us|µs|ms|s))?\s*")
+
+
+def parse_link(text: str) -> Link | None:
+    """The link that a user names: "none", a preset, or a rate such as "250 MB/s + 2 ms"."""
+    if text == "none":
+        return None
+    if text in PRESETS:
+        return PRESETS[text]
+    match = RATE.fullmatch(text)
+    if not match or match[2] not in UNITS:
+        raise ValueError(
+            f"unknown link {text!r}; write none, auto, {', '.join(PRESETS)}, "
+            "or a rate such as 250MB/s or '250MB/s + 2ms'"
+        )
+    latency = float(match[3]) * SECONDS[match[4]] if match[3] else 0.0
+    return Link(float(match[1]) * UNITS[match[2]], latency)
+
+
+@dataclass(eq=False)
+class Lane:
+    """This rank's one link: until when it is taken, and what it carried while somebody looked."""
+
+    link: Link | None = None
+    free: int = 0  # time.time_ns() at which the last deadline falls, the clock of torch's profiler
+    log: list["Transfer"] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def carry(self, op: str, size: int, world_size: int) -> tuple[int, int]:
+        """(begin, deadline) in ns of a collective that is issued now."""
+        with self.lock:
+            begin = max(time.time_ns(), self.free)
+            seconds = self.link.seconds(op, size, world_size) if self.link else 0.0
+            self.free = begin + round(seconds * 1e9)
+            return begin, self.free
+
+
+lane = Lane()
+
+
+class Transfer(dist.Work):
+    """One collective on its way. `begin`, `deadline` and `done` (by gloo) in ns since the epoch."""
+
+    def __init__(self, op: str, size: int, begin: int, deadline: int, work: dist.Work, result, finish):
+        super().__init__()
+        self.op, self.size, self.begin, self.deadline = op, size, begin, deadline
+        self._work, self._result, self._finish, self.done = work, result, finish, None
+        work.get_future().add_done_callback(self._stamp)
+
+    def _stamp(self, _) -> None:
+        self.done = time.time_ns()
+
+    def wait(self, timeout=None) -> bool:
+        self._work.wait()
+        self.done = self.done or time.time_ns()
+        time.sleep(max(0, self.deadline - time.time_ns()) / 1e9)
+        finish, self._finish = self._finish, None
+        if finish:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed() and time.time_ns() >= self.deadline
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def result(self) -> list:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future:
+        """Set by one thread, in the order of the link. Made only for those who ask (torch's DDP)."""
+        future = torch.futures.Future()
+        _futures().put((self, future))
+        return future
+
+    @property
+    def late(self) -> bool:
+        return self.done is not None and self.done > self.deadline
+
+    @property
+    def end(self) -> int:
+        return max(self.deadline, self.done or 0)
+
+
+class EmulatedLink(dist.ProcessGroup):
+    """A process group over gloo whose collectives keep to the pace of `lane.link`."""
+
+    def __init__(self, gloo: dist.ProcessGroup):
+        super().__init__(gloo.rank(), gloo.size())
+        self.gloo = gloo
+
+    def _carry(self, op, moved, result, method, *args, finish=None) -> Transfer:
+        size = nbytes(moved)
+        begin, deadline = lane.carry(op, size, self.size())
+        with record_function(f"c10d::{op}"):  # where it was issued: the lane view looks for this
+            work = getattr(self.gloo, method)(*args)
+        transfer = Transfer(op, size, begin, deadline, work, result, finish)
+        if lane.log is not None:
+            lane.log.append(transfer)
+        return transfer
+
+    def allreduce(self, tensors, opts=None):
+        opts = opts or dist.AllreduceOptions()
+        return self._carry("all_reduce", tensors, tensors, "allreduce", tensors, opts)
+
+    def broadcast(self, tensors, opts):
+        return self._carry("broadcast", tensors, tensors, "broadcast", tensors, opts)
+
+    def allgather(self, outputs, inputs, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        return self._carry("all_gather", outputs[0], outputs, "allgather", outputs, inputs, opts)
+
+    def all_gather_single(self, output, input, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        return self._carry("all_gather", [output], [output], "_allgather_base", output, input, opts)
+
+    def reduce_scatter_single(self, output, input, opts=None):
+        """Gloo has no reduce-scatter of its own: it reduces a copy of all and keeps a part. So do we."""
+        all_opts, whole = dist.AllreduceOptions(), input.detach().clone()
+        if opts is not None:
+            all_opts.reduceOp = opts.reduceOp
+
+        def keep_mine():
+            output.copy_(whole.view(self.size(), *output.shape)[self.rank()])
+
+        return self._carry("reduce_scatter", [input], [output], "allreduce", [whole], all_opts,
+                           finish=keep_mine)  # fmt: skip
+
+    def reduce_scatter(self, outputs, inputs, opts=None):
+        return self.reduce_scatter_single(outputs[0], torch.stack(inputs[0]), opts)
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+
+    def barrier(self, opts=None):
+        return self.gloo.barrier(opts or dist.BarrierOptions())  # free: it carries no data
+
+    @property
+    def group_name(self) -> str:  # device meshes (FSDP2) ask for it
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def getBackendName(self):
+        return BACKEND
+
+
+def _unknown(op):
+    def refuse(self, *args, **kwargs):
+        raise NotImplementedError(
+            f"the emulated link does not know what {op} costs; it knows all_reduce, broadcast, "
+            "all_gather and reduce_scatter"
+        )
+
+    return refuse
+
+
+for _op in ("reduce", "gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single",
+            "send", "recv", "recv_anysource", "allreduce_coalesced"):  # fmt: skip
+    setattr(EmulatedLink, _op, _unknown(_op))
+
+
+def _make_group(store, rank: int, size: int, timeout) -> EmulatedLink:
+    return EmulatedLink(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+dist.Backend.register_backend(BACKEND, _make_group, devices=["cpu"])
+
+
+def emulate(link: Link | str | None) -> Link | None:
+    """From here on the default group, and groups made later, have this link; None takes it away.
+
+    Called on every rank of a gloo group. A text is read by `parse_link`; "auto" needs a workload to
+    measure: see `training.auto_link`.
+    """
+    if isinstance(link, str):
+        link = parse_link(link)
+    backend = dist.get_backend()
+    if backend not in ("gloo", BACKEND):
+        raise ValueError(
+            f"a link is emulated over gloo, not over {backend}: there the link is a real one"
+        )
+    if link is not None and backend != BACKEND:
+        dist.distributed_c10d._update_default_pg(dist.new_group(backend=BACKEND))
+    lane.link = link
+    return link
+
+
+def current() -> Link | None:
+    return lane.link
+
+
+def late_share(transfers: Iterable[Transfer]) -> float:
+    transfers = list(transfers)
+    return sum(t.late for t in transfers) / len(transfers) if transfers else 0.0
+
+
+_queue, _queue_lock = None, threading.Lock()
+
+
+def _futures() -> queue.SimpleQueue:
+    """The queue of the thread that sets futures; started when the first one is asked for."""
+    global _queue
+    with _queue_lock:
+        if _queue is None:
+            _queue = queue.SimpleQueue()
+            threading.Thread(target=_set_futures, daemon=True, name="link futures").start()
+    return _queue
+
+
+def _set_futures() -> None:
+    while True:
+        transfer, future = _queue.get()
+        try:
+            transfer.wait()
+            future.set_result(transfer.result())
+        except BaseException as error:  # gloo's: the peer is gone
+            future.set_exception(error)
