@@ -39,7 +39,9 @@ def parse(argv):
         "--batch-size", type=int, help="examples per rank and step (default: the preset's)"
     )
     record.add_argument(
-        "--link", default="none", choices=["none"], help="the interconnect as it is"
+        "--link",
+        default="none",
+        help="none, auto, a preset or a rate to emulate, as '100MB/s + 1ms' (default: none)",
     )
     record.add_argument(
         "--out", required=True, type=Path, help="folder of the run, replaced if it is one"
@@ -61,11 +63,14 @@ def parse(argv):
 
 def run_record(args) -> int:
     """Start the ranks with torchrun; or be one of them, when torchrun started this process."""
+    from .link import parse_link
     from .training import get_variant
     from .workload import get_preset
 
     get_variant(args.variant)
     get_preset(args.preset)
+    if args.link != "auto":
+        parse_link(args.link)
     if args.ranks < 1 or args.steps < 1 or (args.batch_size or 1) < 1:
         raise ValueError("--ranks, --steps and --batch-size are 1 or more")
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -91,7 +96,7 @@ def record_on_this_rank(args) -> int:
     import torch.distributed as dist
 
     from .runs import load_run
-    from .training import record
+    from .training import record, use_link
 
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     on_gpus = torch.cuda.device_count() >= local_ranks
@@ -103,6 +108,9 @@ def record_on_this_rank(args) -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group("nccl" if on_gpus else "gloo")
     try:
+        link = use_link(args.link, args.preset, args.batch_size)
+        if dist.get_rank() == 0 and link:
+            print(f"emulated link {link} ({link.source})")
         record(args.variant, args.preset, args.steps, args.out, batch_size=args.batch_size, device=device,
                keep_raw=args.raw)  # fmt: skip
         if dist.get_rank() == 0:

@@ -256,9 +256,29 @@ def current() -> Link | None:
     return lane.link
 
 
-def late_share(transfers: Iterable[Transfer]) -> float:
-    transfers = list(transfers)
-    return sum(t.late for t in transfers) / len(transfers) if transfers else 0.0
+def transport() -> str:
+    """The backend that moves the data: gloo under an emulated link, otherwise the default group's."""
+    backend = dist.get_backend()
+    return "gloo" if backend == BACKEND else backend
+
+
+def as_events(transfers: Iterable[Transfer], base_ns: int) -> list[dict]:
+    """Transfers as events of a chrome trace: on the link from `begin` to `end`, whoever waits for it."""
+    return [
+        {"ph": "X", "cat": "user_annotation", "name": f"link:{t.op}", "pid": 0, "tid": "link",
+         "ts": (t.begin - base_ns) / 1e3, "dur": (t.end - t.begin) / 1e3, "args": {"bytes": t.size}}
+        for t in transfers
+    ]  # fmt: skip
+
+
+def late_share(ranks: list[list[bool]]) -> float:
+    """Share of operations late on every rank; `ranks` has a list of `Transfer.late` for each.
+
+    A rank that came early to a collective also ends it after its own deadline, by waiting for the
+    others; the rank that came last has no such excuse.
+    """
+    late = [all(of_one) for of_one in zip(*ranks, strict=True)]
+    return sum(late) / len(late) if late else 0.0
 
 
 _queue, _queue_lock = None, threading.Lock()

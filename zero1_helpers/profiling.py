@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from . import phases, runs
+from . import link, phases, runs
 from .ledger import MemoryLedger, account, peaks
 from .memory_math import RING_FACTOR, bytes_sent, predict
 from .workload import COMMON_SEED, describe_model
@@ -68,6 +68,7 @@ class RunProfiler:
 
     def __enter__(self) -> "RunProfiler":
         self.profiler.start()
+        link.lane.log = self.transfers = []
         phases.listeners.append(self.ledger)
         self.ledger.look()
         self._began = time.perf_counter()
@@ -91,6 +92,7 @@ class RunProfiler:
     def _stop(self) -> None:
         if self.ledger in phases.listeners:
             phases.listeners.remove(self.ledger)
+            link.lane.log = None
             self.profiler.stop()
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -102,7 +104,7 @@ class RunProfiler:
         rank, world_size, steps = dist.get_rank(), dist.get_world_size(), len(self.step_seconds)
         trace = read_trace(self.profiler)
         trace["distributedInfo"] = {
-            "backend": dist.get_backend(),
+            "backend": link.transport(),
             "rank": rank,
             "world_size": world_size,
         }
@@ -117,7 +119,7 @@ class RunProfiler:
                 old.unlink(missing_ok=True)
         dist.barrier()
         raw = trace if self.keep_raw else None
-        runs.save_rank(self.folder, rank, runs.lane_view(trace, base), memory, raw)
+        runs.save_rank(self.folder, rank, runs.lane_view(self._on_the_link(trace), base), memory, raw)
         losses = [sum(at_step) / world_size for at_step in zip(*gather(self.losses), strict=True)]
         measured = {
             "format": runs.FORMAT,
@@ -126,12 +128,21 @@ class RunProfiler:
             "losses": losses,
             "step_seconds": self.step_seconds,
             "memory": gather(peaks(memory)),
-            "collectives": count_collectives(events, steps, world_size),
+            "collectives": count_collectives(self._on_the_link(trace)["traceEvents"], steps, world_size),
+            "late_share": link.late_share(gather([t.late for t in self.transfers])),
         }
         if rank == 0:
             about = self._about_model() | environment(self.cuda) | self.about
             runs.save_summary(self.folder, about | measured)
         dist.barrier()  # from here on any rank may read the run
+
+    def _on_the_link(self, trace: dict) -> dict:
+        """The trace with gloo's own times replaced by those of the emulated link, if there is one."""
+        if link.current() is None:
+            return trace
+        events = [e for e in trace["traceEvents"] if not str(e.get("name")).startswith("gloo:")]
+        base = trace["baseTimeNanoseconds"]
+        return trace | {"traceEvents": events + link.as_events(self.transfers, base)}
 
     def _about_model(self) -> dict:
         """What run.json says when the caller did not."""
@@ -180,10 +191,10 @@ def environment(cuda: bool) -> dict:
     }
     versions = {name: importlib.metadata.version(package) for name, package in packages.items()}
     return {
-        "backend": dist.get_backend(),
+        "backend": link.transport(),
         "device": "cuda" if cuda else "cpu",
         "hardware": gpus or f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "link": "none",
+        "link": str(link.current() or "none"),
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version(), **versions},
     }
@@ -203,7 +214,9 @@ def count_collectives(events: list[dict], steps: int, world_size: int) -> list[d
     totals = {}
     for e in events:
         args = e.get("args", {})
-        if e.get("ph") == "X" and e["name"].startswith("gloo:"):
+        if e.get("ph") == "X" and e["name"].startswith("link:"):
+            op, size = e["name"].removeprefix("link:"), args["bytes"]
+        elif e.get("ph") == "X" and e["name"].startswith("gloo:"):
             op, size = e["name"].removeprefix("gloo:"), 0
             for shape, dtype in zip(args["Input Dims"], args["Input type"], strict=True):
                 size += math.prod(shape) * ELEMENT_BYTES.get(dtype.removeprefix("c10::").lower(), 0)

@@ -55,6 +55,7 @@ RECORD = {
     "predicted": [dict.fromkeys(("params", "grads", "opt_state"), int)],
     "collectives": [{"op": str, "calls": int, "bytes": int, "bytes_sent": int}],
 }  # fmt: skip
+TOLERATED_LATE = 0.03  # with more operations later than the emulated link, a run says so
 LENGTHS = {"losses": "steps", "step_seconds": "steps", "memory": "world_size",
            "predicted": "world_size"}  # fmt: skip
 
@@ -107,7 +108,9 @@ class Run:
         """Hardware, ranks, backend, link, date: what a number means nothing without."""
         r = self.record
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        link = "no emulated link" if r["link"] == "none" else f"link {r['link']}"
+        link = "no emulated link" if r["link"] == "none" else f"emulated link {r['link']}"
+        if (late := r.get("late_share", 0)) > TOLERATED_LATE:
+            link += f" ({late:.0%} of the operations took gloo longer)"
         return f"{r['hardware']} · {ranks} · {r['backend']} · {link} · {r['preset']} · {r['date']}"
 
     def _known(self, rank: int) -> int:

@@ -5,6 +5,7 @@ what is called between `backward()` and the next batch; that is all a `Variant` 
 """
 
 import json
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .ddp import SimpleDDP, SimpleDDPAsync, SimpleDDPBucket
+from .link import Link, current, emulate, transport
+from .memory_math import bytes_sent, nbytes
 from .partition import by_bytes
 from .phases import phase
 from .profiling import RunProfiler, get_profiler
@@ -162,7 +165,8 @@ def record_missing(
     """
     setting = {
         "world_size": dist.get_world_size(),
-        "backend": dist.get_backend(),
+        "backend": transport(),
+        "link": str(current() or "none"),
         "preset": get_preset(preset).name,
         "steps": steps,
     }
@@ -205,3 +209,49 @@ def record(
         out, steps, model=model, optimizer=optimizer, keep_raw=keep_raw, **about
     ) as profiler:
         return train(model, optimizer, batches, variant.after_backward, profiler)
+
+
+def use_link(link: str, preset: str | None = None, batch_size: int | None = None) -> Link | None:
+    """`emulate`, where "auto" stands for the link that `auto_link` measures. Called on every rank."""
+    return emulate(auto_link(preset, batch_size) if link == "auto" else link)
+
+
+def auto_link(
+    preset: str | None = None, batch_size: int | None = None, share: float = 0.16, steps: int = 3
+) -> Link:
+    """A link as slow, for this machine's compute, as the post's was for four GPUs.
+
+    Measures a step without communication, all ranks at once; then `share` of the baseline's step (the
+    post's 16 %) is communication, if all that SimpleDDP sends takes share / (1 - share) of that time.
+    A tenth of it is latency. Called on every rank; all get the same link.
+    """
+    preset = get_preset(preset)
+    emulate(None)
+    set_seed()
+    shard = shard_dataset(get_dataset(preset)["train"], dist.get_rank(), dist.get_world_size())
+    model = get_smol_model(preset)
+    batches = islice(get_dataloader(shard, batch_size or preset.batch_size), steps + 1)
+    seconds, began = [], []
+
+    def step_alone(model, optimizer):
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began.pop())
+
+    def timed(batches):
+        for batch in batches:
+            dist.barrier()  # all ranks compute at the same time, as they will later
+            began.append(time.perf_counter())
+            yield batch
+
+    train(model, adam(model, 1e-3), timed(batches), step_alone)
+    compute = torch.tensor(sorted(seconds[1:])[steps // 2])  # the first one makes the state
+    dist.all_reduce(compute, op=dist.ReduceOp.MAX)
+    params = [p for p in model.parameters() if p.requires_grad]
+    communication = share / (1 - share) * compute.item()
+    sent = bytes_sent("all_reduce", nbytes(params), dist.get_world_size())
+    return Link(
+        bandwidth=max(sent, 1) / (0.9 * communication),
+        latency=0.1 * communication / (len(params) + 1),
+        source=f"auto: the baseline communicates for {share:.0%} of a step of {compute.item():.3g} s compute",
+    )
