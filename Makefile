@@ -4,6 +4,7 @@
 PYTHON        ?= python3
 RECORD_PRESET ?= tiny
 RANKS         ?= 4
+PARTS         ?= *
 ARGS          ?=
 
 PY    := .venv/bin/python
@@ -15,17 +16,19 @@ export JUPYTER_PREFER_ENV_PATH := 1
 export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run lab test figures record readme notebooks lint install
+.PHONY: help run lab test figures post record readme notebooks lint hooks install
 
 help:
 	@echo "make run        install, execute all notebooks on 4 ranks, draw figures, print the results"
 	@echo "make lab        open the notebooks in JupyterLab"
 	@echo "make test       run every test, notebooks included"
 	@echo "make figures    draw all figures again from traces/, without training"
+	@echo "make post       the series as static pages in build/post/, or parts: PARTS='0[34]*'"
 	@echo "make record     record the runs again: RECORD_PRESET=$(RECORD_PRESET) RANKS=$(RANKS)"
 	@echo "make notebooks  refresh the committed notebooks from notebooks/percent/"
 	@echo "make readme     the README's picture and results table, from traces/"
 	@echo "make lint       ruff"
+	@echo "make hooks      check before each commit (pre-commit)"
 
 install: $(STAMP)
 
@@ -56,7 +59,10 @@ test: $(STAMP)
 	@$(PY) -m pytest --nbmake --nbmake-timeout=600 tests notebooks $(ARGS)
 
 figures: $(STAMP)
-	@$(PY) -m zero1_helpers figures
+	@$(PY) -m zero1_helpers figures $(ARGS)
+
+post: $(STAMP)
+	@$(PY) tools/make_post.py --out build/post --only "$(PARTS)" $(ARGS)
 
 record: $(STAMP)
 	@variants=`$(PY) -c 'from zero1_helpers.training import VARIANTS; print(*VARIANTS)'` && \
@@ -72,3 +78,6 @@ notebooks: $(STAMP)
 
 lint: $(STAMP)
 	@$(PY) -m ruff check
+
+hooks: $(STAMP)
+	@$(PY) -m pre_commit install

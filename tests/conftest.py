@@ -21,3 +21,16 @@ def ranks():
     """`ranks(fn, world_size, *args, timeout=120)`: see tests/ranks.py."""
     with Ranks() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """One tab of a headless Chromium: see tests/browser.py."""
+    from tests.browser import find_chromium, open_page
+
+    try:
+        find_chromium()
+    except RuntimeError as error:
+        pytest.fail(str(error), pytrace=False)
+    with open_page() as page:
+        yield page

@@ -1,9 +1,12 @@
 """Figures: described, reproducible to the byte, readable in both themes, and right at the peak."""
 
 import base64
+import gzip
 import json
 import re
+import shutil
 import struct
+from itertools import combinations, pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from zero1_helpers import analysis, figures, runs
+from zero1_helpers.__main__ import main
 from zero1_helpers.runs import load_run
 
 from .test_runs import cuda_trace, make_run
@@ -23,6 +27,7 @@ ONE = {
     "schedule": lambda run, **k: figures.schedule_diagram(run, rank=0, step=1, **k),
     "bytes": figures.bytes_per_rank,
     "comparison": figures.comparison,
+    "against": lambda run, **k: figures.before_and_after([run], [run], **k),
 }
 
 
@@ -98,18 +103,38 @@ def test_one_colour_per_category_on_every_chart(run):
                 assert handle.get_facecolor()[:3] == to_rgb(figures.COLOURS[category])
 
 
-def test_thinning_keeps_the_peak_and_the_floor_of_every_bin(run):
-    frame = analysis.get_memory_timeline(run, 0)
-    thin = figures._thin(frame, bins=10)
-    assert len(thin) <= 3 * 11 + 1 < len(frame) / 2
-    assert (thin == frame.loc[thin.index]).all(axis=None)  # real rows only
-    assert thin["total"].max() == frame["total"].max()
-    bins = (frame["time_ms"] / frame["time_ms"].iloc[-1] * 10).astype(int)
-    for number, part in frame.groupby(bins):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_downsampling_keeps_the_peak_each_bins_range_and_the_bytes_at_each_edge(run, rank):
+    whole = analysis.get_memory_timeline(run, rank)
+    marks = analysis.spans(run, rank)
+    edges = np.array([*marks["start_ms"], *marks["end_ms"]])
+    edges = edges[edges >= 0]
+    assert len(edges) > 10 and any(marks["name"] == "step 2")
+    thin = analysis.downsample(whole, edges, bins=10)
+    assert len(thin) < len(whole)
+    assert (thin == whole.loc[thin.index]).all(axis=None)  # real rows only
+    for name in ("total", *runs.CATEGORIES):
+        assert thin[name].max() == whole[name].max(), name
+    assert thin["time_ms"].iloc[thin["total"].argmax()] == whole["time_ms"].iloc[whole["total"].argmax()]
+    bins = (whole["time_ms"] / whole["time_ms"].iloc[-1] * 10).astype(int)
+    for number, part in whole.groupby(bins):
         kept = thin.loc[thin.index.intersection(part.index), "total"]
         assert (kept.min(), kept.max()) == (part["total"].min(), part["total"].max()), number
         assert part.index[-1] in thin.index, number  # what lasts until the next bin
-    assert figures._thin(frame, bins=10_000) is frame
+    at = [frame.iloc[np.searchsorted(frame["time_ms"], edges, side="right") - 1].drop(columns="time_ms")
+          for frame in (whole, thin)]  # fmt: skip
+    assert (at[0].to_numpy() == at[1].to_numpy()).all()
+    assert analysis.downsample(whole, edges, bins=10_000) is whole
+
+
+def test_every_row_of_a_timeline_knows_its_step_and_phase(run):
+    line = analysis.timelines(run)[1]
+    marks = analysis.spans(run, 1)
+    for step in marks[marks["name"].str.startswith("step ")].itertuples():
+        inside = line[line["time_ms"].between(step.start_ms, step.end_ms, inclusive="left")]
+        assert len(inside) and inside["doing"].str.startswith(step.name).all()
+    assert line["doing"].str.fullmatch(r"(step \d(, (forward|backward))?)?").all()
+    assert (line["doing"] == "step 1, backward").any()
 
 
 def test_the_peak_is_marked_where_it_is(run):
@@ -169,14 +194,117 @@ def test_show_displays_a_small_png_with_alt_text_and_caption(run, monkeypatch):
     assert not any("javascript" in kind for data in (picture, caption) for kind in data)
 
 
-def test_draw_all(folder, tmp_path):
-    broken = folder / "tiny" / "zero1"
-    make_run(broken, variant="zero1")
-    (broken / "trace.rank1.json.gz").unlink()
+def drawn(root, out, *more, **options):
+    """{path: bytes} of what draw_all wrote, what it said and what it returned."""
     said = []
-    assert figures.draw_all(folder, tmp_path, "light", said.append) == 1
-    (complaint,) = [line for line in said if line.startswith("skipped")]
-    assert "trace.rank1.json.gz" in complaint
+    damaged = figures.draw_all(root, out, *more, progress=said.append, **options)
+    files = [path for path in out.rglob("*") if path.is_file()]
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}, said, damaged
+
+
+def test_two_processes_write_the_same_bytes_as_one(folder, tmp_path):
+    kinds = "temporal,comparison,timelines"
+    one, said, damaged = drawn(folder, tmp_path / "1", formats=("svg", "png", "html"), only=kinds)
+    two, said_again, _ = drawn(folder, tmp_path / "2", formats=("svg", "png", "html"), only=kinds, jobs=2)
+    assert one == two and said == said_again == ["[1/2] tiny/ddp", "[2/2] tiny/zero1-overlap"] and not damaged
+    assert len(one) == 3 * 2 * 2 + 1 + 1  # three figures, two themes, two formats; timelines; the manifest
+
+
+def test_only_format_and_theme_choose(folder, tmp_path):
+    files, _, _ = drawn(folder, tmp_path, "dark", ("png",), "tiny/ddp/m*")
+    assert set(files) == {"tiny/ddp/memory.dark.png", "figures.json"}
+    files, _, _ = drawn(folder, tmp_path, "light", ("svg",), "tiny/zero1-overlap")
+    assert len(files) == 2 + len(figures.PER_RUN)
+    listed = [entry["file"] for entry in json.loads(files["figures.json"])]
+    assert listed == sorted(set(files) - {"figures.json"})  # the earlier figure too: it is still there
+
+
+def test_two_sets_of_runs_in_one_figure(folder, tmp_path):
+    other = tmp_path / "gpus"
+    make_run(other / "big" / "ddp", 2, cuda_trace, variant="ddp", title="DDP", preset="big", backend="nccl",
+             device="cuda", hardware="2 x GPU", link="NVLink", date="2026-06-05",
+             step_seconds=[0.01, 0.01, 0.01],
+             model={"name": "big", "parameters": 9, "tensors": 1, "dtype": "bfloat16", "source": "-"})
+    files, said, damaged = drawn(folder, tmp_path / "out", "light", ("svg",), "against*", against=other)
+    assert said[-1] == "[3/3] big/ddp" and not damaged
+    assert set(files) == {"tiny/against_big.light.svg", "figures.json"}
+    (entry,) = json.loads(files["figures.json"])
+    for fact in ("CPU, 2 cores / 2 x GPU", "gloo / nccl", "2025-01-31 / 2026-06-05", "The models differ"):
+        assert fact in entry["caption"]
+    assert "ddp, step: 0.10 s, then 0.01 s" in entry["alt"]
+    assert "zero1-overlap" not in entry["alt"]  # in one set only
+    with pytest.raises(runs.RunError, match="no variant in common"):
+        overlapped = load_run(folder / "tiny" / "zero1-overlap")
+        figures.before_and_after([overlapped], [load_run(other / "big" / "ddp")])
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"theme": "pink"}, "theme must be one of light, dark, both, not 'pink'"),
+    ({"formats": ("jpg",)}, "format must be one of svg, png, html, not jpg"),
+    ({"only": "memroy"}, "no figure is called 'memroy'"),
+])  # fmt: skip
+def test_a_wrong_choice_gets_one_line_and_leaves_nothing(folder, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        figures.draw_all(folder, tmp_path / "out", **options)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_an_output_folder_that_cannot_be_written(folder, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(ValueError, match=r"out: cannot be written \(.*\)$"):
+        figures.draw_all(folder, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "a file"
+
+
+def test_figures_from_the_command_line(folder, tmp_path, capfd):
+    assert main(["figures", "--runs", str(folder), "--out", str(tmp_path), "--only", "tiny/ddp/memory",
+                 "--format", "svg", "--theme", "dark"]) == 0  # fmt: skip
+    assert (tmp_path / "tiny/ddp/memory.dark.svg").is_file()
+    assert main(["figures", "--runs", str(folder), "--out", str(tmp_path), "--theme", "pink"]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["zero1 figures: theme must be one of light, dark, both, not 'pink'"]
+
+
+# As Viénot, Brettel and Mollon (1999) simulate it: linear RGB seen without long- or middle-wave cones.
+DICHROMATS = {
+    "protan": [[0.11238, 0.88762, 0], [0.11238, 0.88762, 0], [0.00401, -0.00401, 1]],
+    "deutan": [[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]],
+}
+
+
+@pytest.mark.parametrize("eye", DICHROMATS)
+def test_what_touches_is_told_apart_without_full_colour_vision(eye):
+    def seen(colour):  # CIE L*a*b* of the simulated colour
+        rgb = np.array(to_rgb(colour))
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        linear = np.clip(DICHROMATS[eye] @ linear, 0, 1)
+        xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]] @ linear
+        ratio = xyz / (0.9505, 1, 1.089)
+        f = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)
+        return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+    groups = [["params", "grads", "opt_state", "buckets"], ["compute", "exposed", "idle"],
+              ["hidden", "exposed"], ["backward", "all-reduce", "step", "broadcast"],
+              *([a, b] for a, b in pairwise(figures.STACK[:6]))]  # fmt: skip
+    for group in groups:
+        for a, b in combinations(group, 2):
+            distance = np.linalg.norm(seen(figures.COLOURS[a]) - seen(figures.COLOURS[b]))
+            assert distance > 15, (a, b, distance)
+
+
+def test_draw_all(folder, tmp_path):
+    broken, unfinished = folder / "tiny" / "zero1", folder / "tiny" / "zero1-async"
+    for damaged in (broken, unfinished):
+        make_run(damaged, variant=damaged.name)
+    (broken / "trace.rank1.json.gz").write_bytes(gzip.compress(b"[]not JSON"))
+    (unfinished / "run.json").unlink()
+    files, said, damaged = drawn(folder, tmp_path, "light", ("svg", "png"))
+    for path in (broken, unfinished):
+        shutil.rmtree(path)
+    assert damaged == 2
+    complaints = [line for line in said if line.startswith("skipped")]
+    assert re.search(r"zero1/trace.rank1.json.gz: damaged, cannot be read \(.*\)$", complaints[0])
+    assert "zero1-async/run.json: missing; not a recorded run, or an unfinished one" in complaints[1]
     manifest = json.loads((tmp_path / "figures.json").read_text())
     written = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
     assert {entry["file"] for entry in manifest} == written - {"figures.json"}

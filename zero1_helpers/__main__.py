@@ -1,9 +1,10 @@
-"""Command line: `python -m zero1_helpers` (installed as `zero1`) record | figures | report."""
+"""`python -m zero1_helpers` (installed as `zero1`): record | figures | report | view | export-trace."""
 
 import argparse
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 # Before torch is imported: its libraries read these once.
@@ -52,12 +53,28 @@ def parse(argv):
     figures = commands.add_parser("figures", help="draw every figure from recorded runs")
     figures.add_argument("--runs", default=Path("traces"), type=Path)
     figures.add_argument("--out", default=Path("figures"), type=Path)
-    figures.add_argument("--theme", default="both", choices=["light", "dark", "both"])
+    figures.add_argument("--theme", default="both", help="light, dark or both (default)")
+    figures.add_argument("--format", default="svg,png,html", help="any of %(default)s")
+    figures.add_argument("--only", default="*", metavar="GLOB",
+                         help="kinds (memory,comparison), presets, runs, or paths of figures")  # fmt: skip
+    figures.add_argument("--against", type=Path, help="a second set of runs, to compare with")
     figures.set_defaults(run=run_figures)
 
     report = commands.add_parser("report", help="every variant: predicted, measured, published")
     report.add_argument("--runs", default=Path("traces"), type=Path)
     report.set_defaults(run=run_report)
+
+    view = commands.add_parser("view", help="the trace of a run in Perfetto, all ranks, offline")
+    view.add_argument("folder", metavar="RUN", type=Path)
+    view.add_argument("--port", type=int, default=9001, help="default: %(default)s")
+    view.add_argument("--no-browser", action="store_true", help="only print the address")
+    view.set_defaults(run=run_view)
+
+    export = commands.add_parser("export-trace", help="the traces of runs as pages to embed")
+    export.add_argument("folder", metavar="RUN", type=Path, help="a run, or a folder of runs")
+    export.add_argument("--html", required=True, action="store_true", help="one page per run")
+    export.add_argument("--out", default=Path("figures"), type=Path)
+    export.set_defaults(run=run_export_trace)
     return parser.parse_args(argv)
 
 
@@ -132,7 +149,39 @@ def recorded(root: Path) -> list[Path]:
 def run_figures(args) -> int:
     from .figures import draw_all
 
-    return draw_all(recorded(args.runs), args.out, args.theme)
+    damaged = draw_all(args.runs, args.out, args.theme, args.format.split(","), args.only, args.against,
+                       jobs=os.cpu_count() or 1, progress=partial(print, flush=True))  # fmt: skip
+    if damaged:
+        print(f"zero1 figures: {damaged} of the runs skipped, see above", file=sys.stderr)
+    return bool(damaged)
+
+
+def run_view(args) -> int:
+    import webbrowser
+
+    from .explorer import serve
+    from .runs import load_run
+
+    with serve(load_run(args.folder), args.port) as server:
+        print(f"{args.folder} in Perfetto (Ctrl-C ends it): {server.address}", flush=True)
+        if not args.no_browser:
+            webbrowser.open(server.address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+
+
+def run_export_trace(args) -> int:
+    from .explorer import trace_html
+    from .runs import load_run, write_atomic
+
+    for folder in recorded(args.folder):
+        preset, name = folder.resolve().parts[-2:]
+        path = args.out / preset / name / "trace.html"
+        write_atomic(path, trace_html(load_run(folder)).encode())
+        print(path, flush=True)
+    return 0
 
 
 def run_report(args) -> int:

@@ -18,6 +18,7 @@ import re
 
 import pandas as pd
 
+from .ledger import WHOLE_PHASES
 from .runs import CATEGORIES, MARKS, STATES, RunError
 
 NO_INDEX = "all params"
@@ -162,7 +163,64 @@ def memory_peaks(run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@once_per_run
+def fullest(run) -> pd.DataFrame:
+    """Two moments, each on the rank where it is worst: rows "states" and "total", columns as in a timeline.
+
+    "states": params, grads, opt_state and buckets together are highest; "total": everything is.
+    """
+    lines = [get_memory_timeline(run, rank) for rank in range(run.world_size)]
+    rows = {}
+    for name, columns in {"states": list(STATES), "total": ["total"]}.items():
+        sums = [line[columns].sum(axis=1) for line in lines]
+        rank = max(range(len(lines)), key=lambda r: sums[r].max())
+        rows[name] = lines[rank].loc[sums[rank].idxmax()]
+    return pd.DataFrame(rows).T
+
+
+def downsample(line: pd.DataFrame, edges_ms=(), bins: int = 300) -> pd.DataFrame:
+    """A timeline of few enough rows to draw, each a real one.
+
+    Kept are, of every bin of time, the lowest and the highest total and the last row; each category's
+    highest; and the row in force at every edge. So the peak and the bytes at each edge are exact.
+    """
+    if len(line) <= 2 * bins:
+        return line
+    time = line["time_ms"]
+    groups = line["total"].groupby((time / time.iloc[-1] * bins).astype(int))
+    edges = time.searchsorted(edges_ms, side="right") - 1
+    kept = {0, *groups.idxmin(), *groups.idxmax(), *groups.tail(1).index,
+            *line[list(CATEGORIES)].idxmax(), *edges[edges >= 0]}  # fmt: skip
+    return line.loc[sorted(kept)]
+
+
+@once_per_run
+def timelines(run) -> list[pd.DataFrame]:
+    """Each rank's memory timeline, downsampled, with a column `doing` ("step 2, backward")."""
+    lines = []
+    for rank in range(run.world_size):
+        marks = spans(run, rank)
+        line = downsample(get_memory_timeline(run, rank), [*marks["start_ms"], *marks["end_ms"]])
+        doing = [""] * len(line)
+        for mark in marks.itertuples():  # steps come first
+            inside = line["time_ms"].between(mark.start_ms, mark.end_ms, inclusive="left")
+            for i in inside.to_numpy().nonzero()[0]:
+                doing[i] += f", {mark.name}" if doing[i] else mark.name
+        lines.append(line.assign(doing=doing).reset_index(drop=True))
+    return lines
+
+
 # Steps and phases
+
+
+def spans(run, rank: int = 0) -> pd.DataFrame:
+    """Steps ("step 0", ...) and then whole phases: name, start_ms, end_ms on the timeline's clock."""
+    numbered = steps(run, rank).assign(name=lambda frame: [f"step {i}" for i in frame.index])
+    phases = annotations(run, rank)
+    marks = pd.concat([numbered, phases[phases["name"].isin(WHOLE_PHASES)]], ignore_index=True)
+    zero = run.memory(rank)["time_us"].iloc[0]
+    return pd.DataFrame({"name": marks["name"], "start_ms": (marks["start_us"] - zero) / 1e3,
+                         "end_ms": (marks["end_us"] - zero) / 1e3})  # fmt: skip
 
 
 def annotations(run, rank: int = 0) -> pd.DataFrame:

@@ -10,7 +10,13 @@ import base64
 import io
 import json
 import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import matplotlib as mpl
@@ -20,8 +26,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from . import analysis
-from .runs import CATEGORIES, STATES, Run, RunError, find_runs, load_run, write_atomic
+from . import analysis, explorer
+from .runs import STATES, Run, RunError, find_runs, load_run, write_atomic
+from .training import VARIANTS
 
 WIDTH = 7.2  # inches, whatever the figure: one blog column
 DPI = 130
@@ -43,7 +50,6 @@ STACK = ("params", "opt_state", "grads", "buckets", "activations", "temporaries"
          "counters")  # fmt: skip
 PHASES = {"forward": "fwd", "backward": "bwd", "sync": "sync", "step": "step",
           "broadcast": "bcast", "receive": "recv"}  # fmt: skip
-ORDER = ("ddp", "zero1", "zero1-async", "zero1-bucket", "zero1-overlap", "zero1-balanced")
 MARGIN = {"left": 0.86, "right": 0.22, "top": 0.74, "bottom": 0.76}  # inches around the axes
 
 
@@ -55,7 +61,8 @@ def memory_timeline(run: Run, rank: int = 0, theme: str = "light") -> Figure:
     frame = analysis.get_memory_timeline(run, rank)
     peak = frame.loc[frame["total"].idxmax()]
     scale, unit = _unit(peak["total"])
-    drawn = _thin(frame)
+    marks = analysis.spans(run, rank)
+    drawn = analysis.downsample(frame, [*marks["start_ms"], *marks["end_ms"]])
     names = [name for name in STACK if frame[name].max() > 0.002 * peak["total"]]
     with _look(theme) as look:
         fig, ax = _canvas(3.9, f"Memory of rank {rank}", run.title, run.setting)
@@ -202,6 +209,69 @@ def schedule_diagram(run: Run, rank: int = 0, step: int = 2, theme: str = "light
             f"The last of each ends at: {ends}.")  # fmt: skip
 
 
+def before_and_after(before, after, names=("before", "after"), theme: str = "light") -> Figure:
+    """Two sets of runs, variant by variant: states at their peak, non-compute, overlap, step time.
+
+    Sets of one model share an axis. Of different ones (a CPU's and a GPU's), each fills its own, but
+    for percentages.
+    """
+    sets = [{run.variant: run for run in _ordered(runs)} for runs in (before, after)]
+    variants = [name for name in sets[0] if name in sets[1]]
+    if not variants:
+        raise RunError(f"{names[0]} and {names[1]} have no variant in common")
+    model = [[runs[name].record["model"]["parameters"] for name in variants] for runs in sets]
+    colours = (COLOURS["other"], COLOURS["params"])
+    panels = (("states, peak", _states, _size), ("non-compute", _non_compute, "{:.0f} %".format),
+              ("overlap", _overlapped, _overlap), ("step", _step_s, "{:.2f} s".format))
+    with _look(theme) as look:
+        fig, frame = _canvas(1.4 + 0.5 * len(variants), "Two sets of runs",
+                             f"{names[0]} against {names[1]}", _setting([*before, *after]), left=1.25)
+        frame.set_axis_off()
+        said = []
+        for i, (heading, measure, form) in enumerate(panels):
+            ax = frame.inset_axes((0.255 * i, 0, 0.235, 1))
+            values = [[measure(runs[name]) for name in variants] for runs in sets]
+            tops = [max(*np.nan_to_num(row), 1e-9) for row in values]
+            if model[0] == model[1] or "%" in form(1):
+                tops = [max(tops)] * 2
+            for row, top, y, colour in zip(values, tops, (-0.2, 0.2), colours, strict=True):
+                places = y + np.arange(len(row))
+                ax.barh(places, np.nan_to_num(row) / top, 0.36, color=colour)
+                for place, value in zip(places, row, strict=True):
+                    ax.annotate(form(value), (np.nan_to_num(value) / top, place), (4, 0), va="center",
+                                textcoords="offset points", color=look["ink"], size=7.5)
+            ax.set(xlim=(0, 1.7), ylim=(len(variants) - 0.4, -0.6), xticks=[], yticks=[], xlabel=heading)
+            ax.spines["bottom"].set_visible(False)
+            if not i:
+                ax.set_yticks(range(len(variants)), variants)
+            said += [f"{name}, {heading}: {form(a)}, then {form(b)}"
+                     for name, a, b in zip(variants, *values, strict=True)]
+        _legend(fig, list(zip(names, colours, strict=True)))
+        return _describe(
+            fig, _setting([*before, *after]),
+            f"{names[0]} (above) and {names[1]} (below), variant by variant: states of the fullest "
+            "rank at their peak, HTA's non-compute time and overlap as means of all ranks, median step."
+            + ("" if model[0] == model[1] else
+               " The models differ: bytes and seconds of each set have a scale of their own."),
+            f"Pairs of bars in four columns. {'; '.join(said)}.")  # fmt: skip
+
+
+def _states(run: Run) -> float:
+    return analysis.fullest(run).loc["states", list(STATES)].sum()
+
+
+def _non_compute(run: Run) -> float:
+    return analysis.temporal_breakdown(run)["non_compute_pct"].mean()
+
+
+def _overlapped(run: Run) -> float:
+    return analysis.comm_comp_overlap(run)["overlap_pct"].mean()
+
+
+def _step_s(run: Run) -> float:
+    return float(np.median(run.record["step_seconds"]))
+
+
 def bytes_per_rank(runs, theme: str = "light") -> Figure:
     """Optimizer state on every rank, measured (bars) and predicted (marks), per variant."""
     runs = _ordered(runs)
@@ -241,10 +311,9 @@ def bytes_per_rank(runs, theme: str = "light") -> Figure:
 def comparison(runs, theme: str = "light") -> Figure:
     """All variants side by side: states at their peak, the whole peak, non-compute, overlap."""
     runs = _ordered(runs)
-    states = [_fullest(run, STATES) for run in runs]  # at the worst moment of the fullest rank
-    peaks = [_fullest(run, CATEGORIES)["total"] for run in runs]
-    waits = [analysis.temporal_breakdown(run)["non_compute_pct"].mean() for run in runs]
-    overlaps = [analysis.comm_comp_overlap(run)["overlap_pct"].mean() for run in runs]
+    states = [analysis.fullest(run).loc["states"] for run in runs]
+    peaks = [analysis.fullest(run).loc["total", "total"] for run in runs]
+    waits, overlaps = list(map(_non_compute, runs)), list(map(_overlapped, runs))
     scale, unit = _unit(max(peaks))
     sums = [sum(row[list(STATES)]) / scale for row in states]
     panels = (  # heading, place, values, what is written beside them, colour
@@ -367,51 +436,28 @@ def _mark_peak(ax, x: float, y: float, unit: str, look: dict):
 
 def _draw_steps(ax, run: Run, rank: int, look: dict):
     """Edges of the profiler's steps, and a strip of their phases along the top."""
-    zero = run.memory(rank)["time_us"].iloc[0]
-    marks = analysis.annotations(run, rank)
+    marks = analysis.spans(run, rank)
     for phase, short in PHASES.items():
         part = marks[marks["name"] == phase]
-        spans = list(zip((part["start_us"] - zero) / 1e6,
-                         (part["end_us"] - part["start_us"]) / 1e6, strict=True))  # fmt: skip
+        spans = list(zip(part["start_ms"] / 1e3, (part["end_ms"] - part["start_ms"]) / 1e3,
+                         strict=True))  # fmt: skip
         ax.broken_barh(spans, (0.95, 0.05), transform=ax.get_xaxis_transform(),
                        color=COLOURS[phase], linewidth=0)  # fmt: skip
         for start, length in spans:
             if length > 0.01 * len(short) * np.ptp(ax.get_xlim()):  # there is room
                 ax.text(start + length / 2, 0.973, short, transform=ax.get_xaxis_transform(),
                         ha="center", va="center", size=6.5, color=_on(COLOURS[phase]))  # fmt: skip
-    for i, step in analysis.steps(run, rank).iterrows():
-        start, end = (step["start_us"] - zero) / 1e6, (step["end_us"] - zero) / 1e6
-        ax.axvline(max(start, 0), color=look["rule"], linewidth=0.8)
-        ax.annotate(f"step {i}", ((max(start, 0) + end) / 2, 0.94), va="top", ha="center",
+    for step in marks[marks["name"].str.match(r"step \d")].itertuples():
+        start, end = max(step.start_ms, 0) / 1e3, step.end_ms / 1e3
+        ax.axvline(start, color=look["rule"], linewidth=0.8)
+        ax.annotate(step.name, ((start + end) / 2, 0.94), va="top", ha="center",
                     xycoords=ax.get_xaxis_transform(), color=look["muted"], size=7)  # fmt: skip
-
-
-def _thin(frame, bins: int = 300):
-    """Few enough points to draw, each real: of every bin the lowest and highest total, and the last."""
-    if len(frame) <= 2 * bins:
-        return frame
-    time = frame["time_ms"]
-    groups = frame["total"].groupby((time / time.iloc[-1] * bins).astype(int))
-    kept = {0, *groups.idxmin(), *groups.idxmax(), *groups.tail(1).index}
-    return frame.loc[sorted(kept)]
 
 
 def _where(run: Run, rank: int, time_ms: float) -> str:
     """Such as " in step 2, backward"; nothing if the trace does not say."""
-    at = time_ms * 1e3 + run.memory(rank)["time_us"].iloc[0]
-    steps, marks = analysis.steps(run, rank), analysis.annotations(run, rank)
-    words = [f"step {i}" for i, s in steps.iterrows() if s["start_us"] <= at < s["end_us"]]
-    words += [m.name for m in marks[marks["name"].isin(PHASES)].itertuples(index=False)
-              if m.start_us <= at < m.end_us]  # fmt: skip
-    return f" in {', '.join(words)}" if words else ""
-
-
-def _fullest(run: Run, names):
-    """The row of a memory timeline in which these categories together are highest on any rank."""
-    lines = [analysis.get_memory_timeline(run, rank) for rank in range(run.world_size)]
-    tops = [(line[list(names)].sum(axis=1), line) for line in lines]
-    total, line = max(tops, key=lambda top: top[0].max())
-    return line.loc[total.idxmax()]
+    names = [m.name for m in analysis.spans(run, rank).itertuples() if m.start_ms <= time_ms < m.end_ms]
+    return f" in {', '.join(names)}" if names else ""
 
 
 def _describe(fig: Figure, setting: str, caption: str, alt_text: str) -> Figure:
@@ -422,7 +468,7 @@ def _describe(fig: Figure, setting: str, caption: str, alt_text: str) -> Figure:
 def _ordered(runs) -> list[Run]:
     """A run or runs, in the order of the series; others after them, as given."""
     runs = [runs] if isinstance(runs, Run) else list(runs)
-    return sorted(runs, key=lambda run: (*ORDER, run.variant).index(run.variant))
+    return sorted(runs, key=lambda run: (*VARIANTS, run.variant).index(run.variant))
 
 
 def _one(runs) -> str:
@@ -497,47 +543,157 @@ def show(fig: Figure) -> None:
     display({"text/markdown": f"*{fig.caption}*", "text/plain": fig.caption}, raw=True)
 
 
-PER_RUN = {"memory": memory_timeline, "temporal": temporal_breakdown, "overlap": overlap,
-           "kernels": kernel_breakdown, "schedule": schedule_diagram}  # fmt: skip
+PER_RUN = {
+    "memory": memory_timeline, "temporal": temporal_breakdown, "overlap": overlap,
+    "kernels": kernel_breakdown,
+    "schedule": lambda run, theme: schedule_diagram(run, 0, min(2, run.record["steps"] - 1), theme),
+}  # fmt: skip
 PER_PRESET = {"bytes_per_rank": bytes_per_rank, "comparison": comparison}
+FORMATS = ("svg", "png", "html")
 
 
-def draw_all(root, out, theme: str = "both", progress=print) -> int:
+@dataclass(frozen=True)
+class Order:
+    """What is to be drawn, and where to."""
+
+    out: Path
+    themes: tuple = tuple(THEMES)
+    formats: tuple = FORMATS
+    only: str = "*"
+
+    def wants(self, name: str, kind: str) -> bool:
+        """Whether `only` (globs and commas) has the figure's path, or its kind, its preset or its run."""
+        names = (f"{name}/{kind}", kind, name, name.split("/")[0])
+        return any(fnmatch(text, glob) for text in names for glob in self.only.split(","))
+
+    def needs(self, name: str) -> bool:
+        """Whether a run is in any figure that is wanted."""
+        groups = ((name, PER_RUN), (name.split("/")[0], (*PER_PRESET, "timelines")))
+        return any(self.wants(group, kind) for group, kinds in groups for kind in kinds)
+
+    def save(self, name: str, kind: str, draw: Callable, run: Run) -> list[dict]:
+        """Draw in each theme and save; the entries for figures.json."""
+        formats = [form for form in self.formats if form != "html"]
+        if not formats or not self.wants(name, kind):
+            return []
+        figures = [(theme, draw(theme=theme)) for theme in self.themes]
+        return [_entry(path.relative_to(self.out), fig.title, fig.caption, fig.alt_text, name, run, theme)
+                for theme, fig in figures
+                for path in save(fig, self.out / name / f"{kind}.{theme}", formats)]  # fmt: skip
+
+
+def draw_all(root, out, theme: str = "both", formats=FORMATS, only: str = "*", against=None,
+             jobs: int = 1, progress=print) -> int:  # fmt: skip
     """Draw every figure of every run into the folder `out`, and list them in figures.json.
 
-    `root` is a folder with runs below it, or a list of runs' folders. A damaged run is named and
-    left out. Returns how many were: 0 means that all went well.
+    `root` is a folder with runs below it, or a list of runs' folders; `against` another such folder,
+    to be compared with. A damaged or unfinished run is named and left out. Returns how many were: 0
+    means that all went well.
     """
-    folders = find_runs(root) if isinstance(root, str | Path) else [Path(f) for f in root]
+    if theme not in (*THEMES, "both"):
+        raise ValueError(f"theme must be one of {', '.join(THEMES)}, both, not {theme!r}")
+    if strange := set(formats) - set(FORMATS):
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {', '.join(strange)}")
+    order = Order(Path(out), tuple(THEMES) if theme == "both" else (theme,), tuple(formats), only)
+    others = _folders(against) if against else []
+    folders = [folder for folder in _folders(root) if against or order.needs(_name(folder))]
     if not folders:
-        raise RunError(f"{root}: no recorded run (run.json) in it")
-    themes, out = tuple(THEMES) if theme == "both" else (theme,), Path(out)
-    damaged, groups, manifest = 0, {}, []
-    for number, folder in enumerate(folders, 1):
-        preset, name = folder.resolve().parts[-2:]
-        progress(f"[{number}/{len(folders)}] {preset}/{name}")
-        try:
-            run = load_run(folder)
-            manifest += _draw(PER_RUN, run, run, f"{preset}/{name}", out, themes)
-            groups.setdefault(preset, []).append(run)
-        except ValueError as error:
+        raise ValueError(f"no figure is called {only!r}")
+    count = len(folders)
+    try:
+        write_atomic(order.out / ".writable", b"")
+        (order.out / ".writable").unlink()
+    except OSError as error:
+        raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
+    damaged, manifest, groups = 0, [], ({}, {})
+    for number, (folder, result) in enumerate(_each([*folders, *others], order, count, jobs)):
+        name = _name(folder)
+        progress(f"[{number + 1}/{count + len(others)}] {name}")
+        if isinstance(result, str):
             damaged += 1
-            progress(f"skipped: {error}")
-    for preset, runs in groups.items():
-        progress(f"{preset}, all variants")
-        manifest += _draw(PER_PRESET, runs, runs[0], preset, out, themes)
-    write_atomic(out / "figures.json", json.dumps(manifest, indent=1, ensure_ascii=False).encode())
+            progress(f"skipped: {result}")
+            continue
+        entries, run = result
+        manifest += entries
+        groups[number >= count].setdefault(name.split("/")[0], []).append(run)
+    stack = {name: COLOURS[name] for name in STACK}
+    for preset, runs in groups[0].items():
+        for kind, function in PER_PRESET.items():
+            manifest += order.save(preset, kind, partial(function, runs), runs[0])
+        if "html" in order.formats and order.wants(preset, "timelines"):
+            page, path = explorer.timelines_html(runs, stack), Path(preset, "timelines.html")
+            write_atomic(order.out / path, page.encode())
+            manifest.append(_entry(path, f"Memory timelines: {preset}", runs[0].setting,
+                                   "Interactive memory timelines of all variants and ranks.",
+                                   preset, runs[0], "both"))  # fmt: skip
+    names = [Path(folder).resolve().name for folder in (root, against) if against]
+    if len(set(names)) == 1:
+        names = [_name(Path(folder)) for folder in (root, against)]
+    for mine, theirs in _pairs(*groups):
+        draw = partial(before_and_after, groups[0][mine], groups[1][theirs], names)
+        manifest += order.save(mine, f"against_{theirs}", draw, groups[0][mine][0])
+    _write_manifest(order.out, manifest)
     return damaged
 
 
-def _draw(functions, subject, run: Run, name: str, out: Path, themes) -> list[dict]:
-    """Draw and save; the entries for figures.json."""
+def _folders(root) -> list[Path]:
+    """Folders of runs, unfinished ones too: these are named when they are read."""
+    if not isinstance(root, str | Path):
+        return [Path(folder) for folder in root]
+    unfinished = {path.parent for path in Path(root).rglob("*.rank*.gz")}
+    if not (folders := sorted({*find_runs(root), *unfinished})):
+        raise RunError(f"{root}: no recorded run (run.json) in it; make some with `zero1 record`")
+    return folders
+
+
+def _name(folder: Path) -> str:
+    return "/".join(folder.resolve().parts[-2:])
+
+
+def _each(folders, order: Order, count: int, jobs: int):
+    """(folder, what `_draw_run` says of it), in order, from `jobs` processes; the first `count` are drawn."""
+    tasks = [(folder, order if i < count else None) for i, folder in enumerate(folders)]
+    if min(jobs, len(tasks)) < 2:
+        yield from ((folder, _draw_run(folder, order)) for folder, order in tasks)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures = [(task[0], pool.submit(_draw_run, *task)) for task in tasks]
+        yield from ((folder, future.result()) for folder, future in futures)
+
+
+def _draw_run(folder: Path, order: Order | None):
+    """Draw one run. (entries, the run as small as the figures of several runs need it), or what is wrong."""
+    entries, name = [], _name(folder)
+    try:
+        run = load_run(folder)
+        for kind, function in PER_RUN.items() if order else ():
+            entries += order.save(name, kind, partial(function, run), run)
+        for frame in (analysis.temporal_breakdown, analysis.comm_comp_overlap, analysis.fullest,
+                      analysis.timelines):  # fmt: skip
+            frame(run)
+    except ValueError as error:
+        return str(error)
+    run.frames.pop("hta", None)
+    return entries, replace(run, traces={}, memories={})
+
+
+def _pairs(mine: dict, theirs: dict) -> list[tuple[str, str]]:
+    """Which presets of two sets to compare: those of one name, or else all with all."""
+    same = [(name, name) for name in mine if name in theirs]
+    return same or [(a, b) for a in mine for b in theirs]
+
+
+def _entry(path: Path, title, caption, alt, name, run: Run, theme) -> dict:
     about = {key: run.record[key] for key in ("hardware", "backend", "world_size", "link", "date")}
-    entries = []
-    for kind, function in functions.items():
-        for theme in themes:
-            fig = function(subject, theme=theme)
-            entries += [{"file": path.relative_to(out).as_posix(), "title": fig.title,
-                         "caption": fig.caption, "alt": fig.alt_text, "run": name, "theme": theme,
-                         **about} for path in save(fig, out / name / f"{kind}.{theme}")]  # fmt: skip
-    return entries
+    return {"file": path.as_posix(), "title": title, "caption": caption, "alt": alt, "run": name,
+            "theme": theme, **about}  # fmt: skip
+
+
+def _write_manifest(out: Path, entries: list[dict]):
+    """figures.json: these entries, and earlier ones whose files are still there."""
+    path = out / "figures.json"
+    known = {entry["file"]: entry for entry in json.loads(path.read_text())} if path.exists() else {}
+    known = {file: entry for file, entry in known.items() if (out / file).exists()}
+    known |= {entry["file"]: entry for entry in entries}
+    entries = [known[file] for file in sorted(known)]
+    write_atomic(path, json.dumps(entries, indent=1, ensure_ascii=False).encode() + b"\n")

@@ -1,0 +1,212 @@
+"""Traces and timelines as pages: what they hold, and what headless Chromium sees of them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from zero1_helpers import analysis, explorer, figures
+from zero1_helpers.__main__ import main
+from zero1_helpers.runs import RunError, load_run
+
+from .test_runs import cuda_trace, make_run
+
+LOOKS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("traces") / "tiny" / "zero1-overlap", 4)
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return load_run(folder)
+
+
+def named(trace, kind):
+    return {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in trace["traceEvents"]
+        if e["name"] == f"{kind}_name"
+    }
+
+
+def test_a_merged_trace_has_every_span_of_every_rank_and_its_memory(run):
+    trace = explorer.merged_trace(run)
+    assert sorted(named(trace, "process").values()) == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    tracks = named(trace, "thread")
+    for rank in range(4):
+        pid = next(
+            pid for (pid, _), name in named(trace, "process").items() if name == f"rank {rank}"
+        )
+        spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == pid]
+        wanted = [e for e in run.trace(rank)["traceEvents"] if e["ph"] == "X"]
+        assert [(e["ts"], e["dur"], e["tid"]) for e in spans] == [
+            (e["ts"], e["dur"], e["tid"]) for e in wanted
+        ]
+        of = {}
+        for e in spans:
+            of.setdefault(tracks[pid, e["tid"]], set()).add(e["name"])
+        assert set(of) == {"phases", "compute", "communication"}
+        assert of["communication"] == {"gloo:all_reduce", "gloo:broadcast"}
+        assert all(name.startswith("aten::") for name in of["compute"])
+        assert {"backward", "launch 0", "ProfilerStep#0"} <= of["phases"]
+        counters = [e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == pid]
+        line = analysis.get_memory_timeline(run, rank)
+        assert max(sum(e["args"].values()) for e in counters) == line["total"].max()
+
+
+def test_a_cuda_run_too(tmp_path):
+    run = load_run(make_run(tmp_path, 2, cuda_trace, backend="nccl", device="cuda"))
+    trace = explorer.merged_trace(run)
+    tracks = named(trace, "thread")
+    talk = {
+        tracks[e["pid"], e["tid"]]
+        for e in trace["traceEvents"]
+        if e["ph"] == "X" and "nccl" in e["name"]
+    }
+    assert talk == {"communication"} and set(tracks.values()) >= {
+        "phases",
+        "compute",
+        "communication",
+    }
+
+
+def test_the_same_run_gives_the_same_pages(run, folder):
+    again = load_run(folder)
+    assert explorer.trace_html(run) == explorer.trace_html(again)
+    colours = {name: figures.COLOURS[name] for name in figures.STACK}
+    pages = [explorer.timelines_html([r], colours) for r in (run, again)]
+    assert pages[0] == pages[1] and len(pages[0]) < 3_000_000
+
+
+def test_a_trace_too_long_for_a_page_loses_short_kernels_and_says_so(run, monkeypatch):
+    whole = explorer.trace_html(run)
+    assert len(whole.encode()) < explorer.LARGEST == 4_000_000 and "µs and more" not in whole
+    monkeypatch.setattr(explorer, "LARGEST", len(whole.encode()) - 2000)
+    short = explorer.trace_html(run)
+    assert len(short.encode()) < explorer.LARGEST and "µs and more" in short
+    monkeypatch.setattr(explorer, "LARGEST", 1_000_000 // 2)
+    with pytest.raises(RunError, match="too long for a page"):
+        explorer.trace_html(run)
+
+
+def quiet(page):
+    """No complaint, and nothing asked of the network."""
+    assert not page.errors, page.errors
+    assert not page.outside(), page.outside()
+    assert page.requests  # else the line above would show nothing
+
+
+def test_chromium_shows_the_exported_trace(chromium, folder, tmp_path, capsys):
+    assert main(["export-trace", str(folder), "--html", "--out", str(tmp_path)]) == 0
+    path = tmp_path / "tiny" / "zero1-overlap" / "trace.html"
+    assert capsys.readouterr().out == f"{path}\n"
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]  # one file has all of it
+    chromium.open(path.as_uri())
+    chromium.wait("document.body.dataset.ranks")
+    chromium.wait("[0, 1, 2, 3].every(rank => document.body.innerText.includes('rank ' + rank))")
+    text = chromium.ask("document.body.innerText")
+    assert text.count("communication") == 8 and text.count("memory (bytes)") == 4
+    assert "ZeRO-1 + overlap" in text and "2025-01-31" in text
+    quiet(chromium)
+
+
+@pytest.mark.parametrize(("width", "theme"), LOOKS)
+def test_chromium_shows_the_timelines(chromium, run, tmp_path, width, theme):
+    colours = {name: figures.COLOURS[name] for name in figures.STACK}
+    path = tmp_path / "timelines.html"
+    path.write_text(explorer.timelines_html([run], colours))
+    chromium.open(f"{path.as_uri()}#zero1-overlap", width, theme=theme)
+    chromium.wait("'ready' in document.body.dataset")
+    chromium.ask("(find('rank').value = 2, find('rank').onchange())")
+    line = analysis.timelines(run)[2]
+    top = line.loc[line["total"].idxmax()]
+    said = chromium.ask("find('peak').textContent")
+    assert said.startswith(f"peak {top['total'] / 1e6:.2f} MB") and said.endswith(top["doing"])
+    x, y = chromium.ask("(b => [b.left + b.width / 2, b.top + b.height / 2])"
+                        "(document.querySelector('.nsewdrag').getBoundingClientRect())")  # fmt: skip
+    chromium.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    chromium.wait("document.querySelector('.hoverlayer')?.textContent.includes('total')")
+    hover = chromium.ask("document.querySelector('.hoverlayer').textContent")
+    assert "params" in hover and " MB" in hover and "in step" in hover
+    paper = chromium.ask("getComputedStyle(document.body).backgroundColor")
+    assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 27)"}[theme]
+    assert chromium.ask("document.documentElement.scrollWidth") <= width
+    quiet(chromium)
+
+
+def test_chromium_shows_perfetto_with_all_ranks(chromium, run):
+    with explorer.serve(run, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            assert server.server_address[0] == "127.0.0.1"  # nobody else on the network sees it
+            chromium.open(server.address)
+            chromium.wait("['rank 0', 'rank 3', 'communication', 'memory (bytes) params']"
+                          ".every(text => document.body.innerText.includes(text))")  # fmt: skip
+            quiet(chromium)
+            chromium.open("about:blank")
+        finally:
+            server.shutdown()
+
+
+def test_view_serves_until_it_is_interrupted(folder):
+    command = [
+        sys.executable,
+        "-m",
+        "zero1_helpers",
+        "view",
+        str(folder),
+        "--port",
+        "0",
+        "--no-browser",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith(f"{folder} in Perfetto (Ctrl-C ends it): http://127.0.0.1:")
+        address = line.split()[-1].split("/#!")[0]
+        trace = json.load(urllib.request.urlopen(f"{address}/localtrace"))
+        assert sorted(named(trace, "process").values()) == ["rank 0", "rank 1", "rank 2", "rank 3"]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{address}/../../../METADATA")
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(20) == 0 and not process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_port_that_is_taken(run, folder, capsys):
+    with explorer.serve(run, 0) as server:
+        port = server.server_address[1]
+        assert main(["view", str(folder), "--port", str(port), "--no-browser"]) == 2
+        assert capsys.readouterr().err.splitlines() == [
+            f"zero1 view: port {port}: Address already in use; try another --port"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "command", [["view", "{}", "--no-browser"], ["export-trace", "{}", "--html"]]
+)
+def test_bad_runs_get_one_line_and_leave_nothing(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "broken"):
+        (tmp_path / name).mkdir()
+    make_run(tmp_path / "broken")
+    (tmp_path / "broken" / "trace.rank0.json.gz").write_bytes(b"no gzip")
+    for name, message in {
+        "empty": "missing|no recorded run",
+        "broken": "rank0.json.gz: damaged",
+    }.items():
+        assert main([part.format(name) for part in command]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(message, line)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken", "empty"]

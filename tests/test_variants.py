@@ -1,0 +1,98 @@
+"""A variant is one class and one line in a registry: parity, run, figures, pages and tables follow."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero1_helpers import training
+from zero1_helpers.ddp import SimpleDDP
+from zero1_helpers.figures import draw_all
+from zero1_helpers.results import report, results_table
+from zero1_helpers.runs import find_runs, load_run
+from zero1_helpers.training import VARIANTS, Variant
+
+from .models import MLP, data, loss_of, make
+from .test_parity import bits_differ, max_difference
+
+# The guide in CONTRIBUTING.md, followed: a class ...
+
+
+class OneCollectiveDDP(SimpleDDP):
+    """All gradients in one collective, after backward. For gradients of one dtype, all of them there."""
+
+    def sync_gradients(self):
+        grads = [p.grad for p in self.module.parameters()]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def one_collective(model, lr, bucket_cap_mb):
+    return OneCollectiveDDP(model), training.adam(model, lr)
+
+
+# ... and a line.
+DUMMY = Variant("one-collective", "DDP in one collective", one_collective, training.sync_step)
+
+
+def equal_to_one_process(rank, world_size, variants, steps=4):
+    """{name: largest difference of any parameter} after some steps of Adam, in float64."""
+    found = {}
+    for variant in variants:
+        reference, model = make(MLP), make(MLP)
+        reference_optimizer = training.adam(reference, 0.01)
+        wrapped, optimizer = variant.build(model, 0.01, 300 / 2**20)
+        for step in range(steps):
+            x, y = data(step, world_size)
+            loss_of(reference, x.flatten(0, 1), y.flatten(0, 1)).backward()
+            reference_optimizer.step()
+            reference_optimizer.zero_grad()
+            loss_of(wrapped, x[rank], y[rank]).backward()
+            variant.after_backward(wrapped, optimizer)
+            assert not bits_differ(model), f"{variant.name}: ranks differ"
+        found[variant.name] = max_difference(model, reference)
+    return found
+
+
+def test_every_line_of_the_registry_trains_as_one_process(ranks):
+    for found in ranks(equal_to_one_process, 3, [*VARIANTS.values(), DUMMY]):
+        assert set(found) == {*VARIANTS, DUMMY.name}
+        assert max(found.values()) < 1e-9, found
+
+
+def record_both(rank, world_size, folder):
+    VARIANTS[DUMMY.name] = DUMMY  # these processes are used again: take it out at the end
+    try:
+        training.record_missing(["ddp", DUMMY.name], folder, "tiny", steps=2)
+    finally:
+        del VARIANTS[DUMMY.name]
+
+
+@pytest.fixture(scope="module")
+def folder(ranks, tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    ranks(record_both, 2, str(root / "tiny"))
+    return root
+
+
+def test_a_new_variant_is_in_every_figure_page_and_table(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(VARIANTS, DUMMY.name, DUMMY)
+    assert training.get_variant(DUMMY.name) is DUMMY  # what `zero1 record` asks
+    runs = [load_run(path) for path in find_runs(folder)]
+    collectives = {run.variant: sum(c["calls"] for c in run.record["collectives"]) for run in runs}
+    assert collectives[DUMMY.name] == 1 < collectives["ddp"]
+    assert list(results_table(runs).index) == ["ddp", DUMMY.name]
+    assert f"| {DUMMY.name} |" in report(runs)
+    assert draw_all(folder, tmp_path, "light", progress=lambda line: None) == 0
+    manifest = json.loads((tmp_path / "figures.json").read_text())
+    kinds = {entry["file"].split("/")[-1].split(".")[0] for entry in manifest
+             if entry["run"] == f"tiny/{DUMMY.name}"}  # fmt: skip
+    assert kinds == {"memory", "temporal", "overlap", "kernels", "schedule"}
+    for entry in manifest:
+        if entry["file"].startswith(("tiny/comparison", "tiny/bytes_per_rank")):
+            assert DUMMY.name in entry["alt"]
+    assert (tmp_path / "tiny" / "timelines.html").is_file()
