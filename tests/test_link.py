@@ -1,6 +1,7 @@
 """The emulated link: exact results, the time that was asked for, and clear words for what it cannot do."""
 
 import time
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero1_helpers as z
 from zero1_helpers import link as links
-from zero1_helpers.link import Link, Transfer, emulate, lane, late_share, parse_link
+from zero1_helpers.link import Link, Passage, emulate, lane, late_share, parse_link
 from zero1_helpers.runs import load_run
 
 MB = 1e6
@@ -256,12 +257,25 @@ def test_a_run_over_a_link_says_so_and_shows_its_times(ranks, tmp_path):
                         and e["ts"] + 200 < c["ts"] + c["dur"] / 2 < e["ts"] + e["dur"] - 200]  # fmt: skip
 
 
-def test_a_transfer_knows_whether_it_was_late():
-    class Work:
-        def get_future(self):
-            future = torch.futures.Future()
-            future.set_result(None)
-            return future
+def test_an_operation_knows_whether_it_was_late():
+    early, late = (Passage("all_reduce", 1, 0, deadline) for deadline in (2**63, 1))
+    for passage in (early, late):
+        assert not passage.late
+        passage.stamp()
+    assert late.late and not early.late
+    assert early.end == early.deadline and late.end == late.done
 
-    assert Transfer("all_reduce", 1, 0, 1, Work(), [], None).late
-    assert not Transfer("all_reduce", 1, 0, time.time_ns() + 10**12, Work(), [], None).late
+
+def keep_a_log(rank, world_size):
+    emulate("1GB/s")
+    lane.log = log = []
+    tensor = torch.ones(1000)
+    storage = weakref.ref(tensor.untyped_storage())
+    dist.all_reduce(tensor, async_op=True).wait()
+    del tensor
+    lane.log = None
+    return len(log), storage() is None
+
+
+def test_what_was_sent_is_not_kept_alive(ranks):
+    assert ranks(keep_a_log, 2) == [(1, True)] * 2

@@ -117,20 +117,35 @@ class SimpleDDPAsync(SimpleDDP):
         backward             a hook on each parameter: _launch its all-reduce, without waiting
         wait_for_gradients   launch what never came, then _finish each: wait, divide, hand back
 
-    What is launched is a bucket: here one parameter, in SimpleDDPBucket many. Buckets are planned once
-    and launched in that order (the last registered parameter first, about the order of backward); one
-    that is ready early waits for its turn. While a bucket is on its way its gradients live only there.
-    With `no_sync()` around the first micro-batches, the last one reduces the sum.
+    What is launched is a bucket: here one parameter, in SimpleDDPBucket many. Buckets are launched in
+    the order of a plan; one that is ready early waits for its turn. The first step's plan has the last
+    registered parameter first, about the order of backward; after it all plan anew by the order in which
+    rank 0's gradients arrived, and keep to that (torch's DDP rebuilds its buckets so). While a bucket is
+    on its way its gradients live only there. With `no_sync()` around the first micro-batches, the last
+    one reduces the sum.
     """
 
     bucket_cap_mb = 0  # a bucket is full with its first parameter
 
     def __init__(self, model: nn.Module, **kwargs):
         super().__init__(model, **kwargs)
-        self.buckets = plan_buckets(list(self._names), self.bucket_cap_mb * 1024 * 1024)
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names]
+        self._arrived: list[Tensor] | None = []  # in the first step; then None
+        self._plan(list(reversed(self._names)))
+
+    def _plan(self, params: list[Tensor]) -> None:
+        self.buckets = plan_buckets(params, self.bucket_cap_mb * 1024 * 1024)
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self._begin_step()
+
+    def _plan_by_arrival(self) -> None:
+        """Plan once more, as rank 0's gradients came; those that did not come are the last."""
+        numbers = {p: i for i, p in enumerate(self._names)}
+        order = dict.fromkeys([*self._arrived, *reversed(self._names)])
+        order = torch.tensor([numbers[p] for p in order], device=next(iter(numbers)).device)
+        dist.broadcast(order, group=self.process_group, group_src=0)
+        self._arrived, params = None, list(self._names)
+        self._plan([params[i] for i in order.tolist()])
 
     def _begin_step(self) -> None:
         self._open = False  # has a forward or a gradient begun a step that nobody has finished?
@@ -159,6 +174,8 @@ class SimpleDDPAsync(SimpleDDP):
             )
         self._open = True
         bucket.ready.add(param)
+        if self._arrived is not None:
+            self._arrived.append(param)
         while self._num_launched < len(self.buckets) and self.buckets[self._num_launched].is_full:
             self._launch(self.buckets[self._num_launched])
 
@@ -187,7 +204,10 @@ class SimpleDDPAsync(SimpleDDP):
         self._launch_remaining()
         for bucket in self.buckets[self._num_finished : self._num_launched]:
             self._finish(bucket)
+        first = self._num_launched > 0 and self._arrived is not None
         self._begin_step()
+        if first:
+            self._plan_by_arrival()
 
     @contextmanager
     def no_sync(self):
@@ -272,13 +292,13 @@ class Bucket:
 
 
 def plan_buckets(params: Sequence[Tensor], cap_bytes: float) -> list[Bucket]:
-    """Fill buckets in reverse order of registration; one is closed once it holds `cap_bytes` or more.
+    """Fill buckets in the order of `params`; one is closed once it holds `cap_bytes` or more.
 
-    One dtype and device a bucket: torch.cat would promote bf16 to fp32. The plan depends on shapes
-    alone, so all ranks make the same one.
+    One dtype and device a bucket: torch.cat would promote bf16 to fp32. The plan depends on the order
+    and the shapes alone, so ranks that agree on the order make the same one.
     """
     filling, closed = {}, []
-    for p in reversed(params):
+    for p in params:
         kind = (p.dtype, p.device)
         filling.setdefault(kind, []).append(p)
         if sum(q.numel() * q.element_size() for q in filling[kind]) >= cap_bytes:

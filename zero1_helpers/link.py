@@ -86,49 +86,70 @@ def parse_link(text: str) -> Link | None:
 
 
 @dataclass(eq=False)
+class Passage:
+    """One collective on the link, times in ns since the epoch. It holds no tensor: a log keeps none alive."""
+
+    op: str
+    size: int  # bytes
+    begin: int
+    deadline: int
+    done: int | None = None  # when gloo had moved the data
+
+    def stamp(self, _=None) -> None:
+        self.done = self.done or time.time_ns()
+
+    @property
+    def late(self) -> bool:
+        return self.done is not None and self.done > self.deadline
+
+    @property
+    def end(self) -> int:
+        return max(self.deadline, self.done or 0)
+
+
+@dataclass(eq=False)
 class Lane:
     """This rank's one link: until when it is taken, and what it carried while somebody looked."""
 
     link: Link | None = None
     free: int = 0  # time.time_ns() at which the last deadline falls, the clock of torch's profiler
-    log: list["Transfer"] | None = None
+    log: list[Passage] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def carry(self, op: str, size: int, world_size: int) -> tuple[int, int]:
-        """(begin, deadline) in ns of a collective that is issued now."""
+    def carry(self, op: str, size: int, world_size: int) -> Passage:
+        """A collective that is issued now."""
         with self.lock:
             begin = max(time.time_ns(), self.free)
             seconds = self.link.seconds(op, size, world_size) if self.link else 0.0
             self.free = begin + round(seconds * 1e9)
-            return begin, self.free
+            passage = Passage(op, size, begin, deadline=self.free)
+            if self.log is not None:
+                self.log.append(passage)
+            return passage
 
 
 lane = Lane()
 
 
 class Transfer(dist.Work):
-    """One collective on its way. `begin`, `deadline` and `done` (by gloo) in ns since the epoch."""
+    """What a caller of a collective waits for: gloo, and then the link."""
 
-    def __init__(self, op: str, size: int, begin: int, deadline: int, work: dist.Work, result, finish):
+    def __init__(self, passage: Passage, work: dist.Work, result, finish=None):
         super().__init__()
-        self.op, self.size, self.begin, self.deadline = op, size, begin, deadline
-        self._work, self._result, self._finish, self.done = work, result, finish, None
-        work.get_future().add_done_callback(self._stamp)
-
-    def _stamp(self, _) -> None:
-        self.done = time.time_ns()
+        self.passage, self._work, self._result, self._finish = passage, work, result, finish
+        work.get_future().add_done_callback(passage.stamp)
 
     def wait(self, timeout=None) -> bool:
         self._work.wait()
-        self.done = self.done or time.time_ns()
-        time.sleep(max(0, self.deadline - time.time_ns()) / 1e9)
+        self.passage.stamp()
+        time.sleep(max(0, self.passage.deadline - time.time_ns()) / 1e9)
         finish, self._finish = self._finish, None
         if finish:
             finish()
         return True
 
     def is_completed(self) -> bool:
-        return self._work.is_completed() and time.time_ns() >= self.deadline
+        return self._work.is_completed() and time.time_ns() >= self.passage.deadline
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -142,14 +163,6 @@ class Transfer(dist.Work):
         _futures().put((self, future))
         return future
 
-    @property
-    def late(self) -> bool:
-        return self.done is not None and self.done > self.deadline
-
-    @property
-    def end(self) -> int:
-        return max(self.deadline, self.done or 0)
-
 
 class EmulatedLink(dist.ProcessGroup):
     """A process group over gloo whose collectives keep to the pace of `lane.link`."""
@@ -159,14 +172,10 @@ class EmulatedLink(dist.ProcessGroup):
         self.gloo = gloo
 
     def _carry(self, op, moved, result, method, *args, finish=None) -> Transfer:
-        size = nbytes(moved)
-        begin, deadline = lane.carry(op, size, self.size())
+        passage = lane.carry(op, nbytes(moved), self.size())
         with record_function(f"c10d::{op}"):  # where it was issued: the lane view looks for this
             work = getattr(self.gloo, method)(*args)
-        transfer = Transfer(op, size, begin, deadline, work, result, finish)
-        if lane.log is not None:
-            lane.log.append(transfer)
-        return transfer
+        return Transfer(passage, work, result, finish)
 
     def allreduce(self, tensors, opts=None):
         opts = opts or dist.AllreduceOptions()
@@ -262,17 +271,17 @@ def transport() -> str:
     return "gloo" if backend == BACKEND else backend
 
 
-def as_events(transfers: Iterable[Transfer], base_ns: int) -> list[dict]:
-    """Transfers as events of a chrome trace: on the link from `begin` to `end`, whoever waits for it."""
+def as_events(passages: Iterable[Passage], base_ns: int) -> list[dict]:
+    """Passages as events of a chrome trace: on the link from `begin` to `end`, whoever waits for it."""
     return [
         {"ph": "X", "cat": "user_annotation", "name": f"link:{t.op}", "pid": 0, "tid": "link",
          "ts": (t.begin - base_ns) / 1e3, "dur": (t.end - t.begin) / 1e3, "args": {"bytes": t.size}}
-        for t in transfers
+        for t in passages
     ]  # fmt: skip
 
 
 def late_share(ranks: list[list[bool]]) -> float:
-    """Share of operations late on every rank; `ranks` has a list of `Transfer.late` for each.
+    """Share of operations late on every rank; `ranks` has a list of `Passage.late` for each.
 
     A rank that came early to a collective also ends it after its own deadline, by waiting for the
     others; the rank that came last has no such excuse.

@@ -68,7 +68,7 @@ class RunProfiler:
 
     def __enter__(self) -> "RunProfiler":
         self.profiler.start()
-        link.lane.log = self.transfers = []
+        link.lane.log = self.passages = []
         phases.listeners.append(self.ledger)
         self.ledger.look()
         self._began = time.perf_counter()
@@ -129,7 +129,7 @@ class RunProfiler:
             "step_seconds": self.step_seconds,
             "memory": gather(peaks(memory)),
             "collectives": count_collectives(self._on_the_link(trace)["traceEvents"], steps, world_size),
-            "late_share": link.late_share(gather([t.late for t in self.transfers])),
+            "late_share": link.late_share(gather([p.late for p in self.passages])),
         }
         if rank == 0:
             about = self._about_model() | environment(self.cuda) | self.about
@@ -142,7 +142,7 @@ class RunProfiler:
             return trace
         events = [e for e in trace["traceEvents"] if not str(e.get("name")).startswith("gloo:")]
         base = trace["baseTimeNanoseconds"]
-        return trace | {"traceEvents": events + link.as_events(self.transfers, base)}
+        return trace | {"traceEvents": events + link.as_events(self.passages, base)}
 
     def _about_model(self) -> dict:
         """What run.json says when the caller did not."""

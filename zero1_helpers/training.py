@@ -100,7 +100,8 @@ def zero1_async(model, lr, bucket_cap_mb):
 
 
 def zero1_bucket(model, lr, bucket_cap_mb):
-    return SimpleDDPBucket(model, bucket_cap_mb), ZeROOne(adam(model, lr))
+    optimizer = ZeROOne(adam(model, lr), bucket_cap_mb=bucket_cap_mb)
+    return SimpleDDPBucket(model, bucket_cap_mb), optimizer
 
 
 def zero1_overlap(model, lr, bucket_cap_mb):

@@ -6,6 +6,7 @@ P_os. First after backward (`ZeROOne`), then one bucket at a time behind it (`Sh
 parameter updates it, and the others receive the result.
 """
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .ddp import Bucket, SimpleDDPBucket, broadcast
+from .ddp import Bucket, SimpleDDPBucket, broadcast, plan_buckets
 from .partition import Partition, assign_owners, by_count
 from .phases import announce, phase
 
@@ -26,7 +27,8 @@ class ZeROOne(torch.optim.Optimizer):
     One step::
 
         step_shard             the wrapped optimizer sees the parameters of this rank only
-        broadcast_parameters   each parameter goes from its owner to the others, one after another
+        broadcast_parameters   each parameter goes from its owner to the others, one after another;
+                               with `bucket_cap_mb`, many of one owner together, in one flat tensor
 
     `partition` says who owns what: `by_count` as in the post, or `by_bytes`. The groups and the state
     are the wrapped optimizer's own objects: `param_groups` lists all parameters, and what a scheduler
@@ -35,9 +37,14 @@ class ZeROOne(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, partition: Partition = by_count, process_group=None
+        self,
+        optimizer: torch.optim.Optimizer,
+        partition: Partition = by_count,
+        process_group=None,
+        bucket_cap_mb: float | None = None,
     ):
         self.optimizer, self.partition, self.process_group = optimizer, partition, process_group
+        self.bucket_cap_mb = bucket_cap_mb
         self.rank, self.world_size = (
             dist.get_rank(process_group),
             dist.get_world_size(process_group),
@@ -86,8 +93,23 @@ class ZeROOne(torch.optim.Optimizer):
 
     def broadcast_parameters(self) -> None:
         with phase("broadcast"):
+            if self.bucket_cap_mb is not None:
+                return self._broadcast_buckets()
             for p, owner in self.param_to_owner_rank.items():
                 broadcast(p, owner, self.process_group)
+
+    def _broadcast_buckets(self) -> None:
+        """Two buckets are on their way at any time: while one travels, the next is packed."""
+        cap, before = self.bucket_cap_mb * 1024 * 1024, None
+        for owner in range(self.world_size):
+            owned = [p for p, o in self.param_to_owner_rank.items() if o == owner]
+            for bucket in plan_buckets(owned, cap):
+                sent = Broadcast.launch(bucket.params, owner, self)
+                if before is not None:
+                    before.wait()
+                before = sent
+        if before is not None:
+            before.wait()
 
     def state_dict(self):
         raise RuntimeError(
@@ -186,7 +208,7 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
                     f"parameter {name} is not in the optimizer; make it from the same model"
                 )
         self.zero1_optimizer = zero1_optimizer
-        self.lag = lag if step_in_backward else len(self.buckets)
+        self.lag = lag if step_in_backward else math.inf
         self._broadcasts: deque[list[Broadcast]] = deque()  # one list a bucket
         on_cuda = next(iter(self._names)).is_cuda if self._names else False
         self._side_stream = torch.cuda.Stream() if on_cuda else None
