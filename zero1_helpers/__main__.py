@@ -1,4 +1,4 @@
-"""`python -m zero1_helpers` (installed as `zero1`): record | figures | report | view | export-trace."""
+"""`zero1`, or `python -m zero1_helpers`: record | figures | report | view | export-trace | plan."""
 
 import argparse
 import os
@@ -75,6 +75,19 @@ def parse(argv):
     export.add_argument("--html", required=True, action="store_true", help="one page per run")
     export.add_argument("--out", default=Path("figures"), type=Path)
     export.set_defaults(run=run_export_trace)
+
+    plan = commands.add_parser("plan", help="memory, traffic and exposed communication, on paper")
+    plan.add_argument("--params", required=True, type=float, help="number of parameters, as 7.5e9")
+    plan.add_argument("--ranks", required=True, type=int)
+    plan.add_argument("--link", required=True, help="inside a node: a preset or a rate, as nvlink or 100GB/s")
+    plan.add_argument("--between", help="between nodes, the same; without it all ranks share one node")
+    plan.add_argument("--node", type=int, default=8, help="ranks of a node (default: %(default)s)")
+    plan.add_argument("--recipe", default="mixed", help="mixed (default), bf16, fp32, mixed-fp32-grads")
+    plan.add_argument("--tokens", type=float, default=8192, help="per rank and step (default: %(default)s)")
+    plan.add_argument("--flops", type=float, default=4e14,
+                      help="a rank's, per second (default: 4e14, 40%% of an H100's bf16)")  # fmt: skip
+    plan.add_argument("--tensors", type=int, default=300, help="default: %(default)s")
+    plan.set_defaults(run=run_plan)
     return parser.parse_args(argv)
 
 
@@ -181,6 +194,29 @@ def run_export_trace(args) -> int:
         path = args.out / preset / name / "trace.html"
         write_atomic(path, trace_html(load_run(folder)).encode())
         print(path, flush=True)
+    return 0
+
+
+def run_plan(args) -> int:
+    from .link import parse_link
+    from .plan import WORLDS, Network, Workload, growth, plan, stages
+
+    inside, between = parse_link(args.link), parse_link(args.between) if args.between else None
+    if inside is None or args.flops <= 0 or args.ranks < 1 or args.params <= 0 or args.tokens < 0:
+        raise ValueError("--params, --ranks and --flops are above 0, --tokens 0 or more, --link is not none")
+    network = Network(inside, between, args.node)
+    compute = 6 * args.params * args.tokens / args.flops
+    work = Workload(args.params, compute, args.recipe, args.tensors)
+    where = f"{inside} inside nodes of {args.node}, {between} between" if between else str(inside)
+    print(f"On paper: {args.params:.3g} parameters, {args.recipe}, {args.ranks} ranks, {where}.")
+    print(f"Compute is 6 FLOPs a parameter and token: {args.tokens:g} tokens in {compute:.3g} s.\n")
+    worlds = sorted({*WORLDS, args.ranks} if between else {1, args.ranks})
+    for title, frame, digits in (
+        ("Model states, GB per rank", stages(args.params, args.recipe, args.ranks), 2),
+        ("Variants, per rank and step", plan(work, args.ranks, network), 3),
+        ("Non-compute time in % over the number of ranks", growth(work, network, worlds), 1),
+    ):
+        print(f"{title}\n{frame.round(digits).to_string()}\n")
     return 0
 
 
