@@ -16,7 +16,7 @@ export JUPYTER_PREFER_ENV_PATH := 1
 export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run lab test figures post record readme notebooks lint hooks install
+.PHONY: help run lab test figures post record bench readme notebooks lint hooks install
 
 help:
 	@echo "make run        install, execute all notebooks on 4 ranks, draw figures, print the results"
@@ -25,6 +25,7 @@ help:
 	@echo "make figures    draw all figures again from traces/, without training"
 	@echo "make post       the series as static pages in build/post/, or parts: PARTS='0[34]*'"
 	@echo "make record     record the runs again: RECORD_PRESET=$(RECORD_PRESET) RANKS=$(RANKS)"
+	@echo "make bench      race all variants against torch's own: benchmarks/RESULTS.md"
 	@echo "make notebooks  refresh the committed notebooks from notebooks/percent/"
 	@echo "make readme     the README's picture and results table, from traces/"
 	@echo "make lint       ruff"
@@ -69,6 +70,9 @@ record: $(STAMP)
 	for variant in $$variants; do echo "Recording $(RECORD_PRESET), $$variant ..."; \
 	  $(PY) -m zero1_helpers record --variant $$variant --preset $(RECORD_PRESET) \
 	    --ranks $(RANKS) --steps 4 --out traces/$(RECORD_PRESET)/$$variant || exit 1; done
+
+bench: $(STAMP)
+	@$(PY) benchmarks/race.py $(ARGS)
 
 readme: $(STAMP)
 	@$(PY) tools/refresh_readme.py

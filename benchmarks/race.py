@@ -1,0 +1,373 @@
+"""Every variant against torch's own, on the same work, over emulated links: benchmarks/RESULTS.md.
+
+    make bench                                      all models and links, and how cost grows
+    python benchmarks/race.py --models mlp --links 100MB/s --rounds 3 --out build/bench
+
+One race is one group of ranks that holds every contender at once. In each round all of them run a block of
+steps, and the next round begins with another one: what the machine does meanwhile hits all alike. The
+time of a block is that of the slowest rank. Ratios are taken within a round; a table gives their median
+and their spread. (pytest-benchmark and torch.utils.benchmark time one process, one contender after the
+other.)
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from zero1_helpers import VARIANTS, by_bytes, get_profiler, get_smol_model
+from zero1_helpers.figures import THEMES
+from zero1_helpers.link import Link, emulate, lane, late_share, parse_link
+from zero1_helpers.memory_math import bytes_sent
+from zero1_helpers.profiling import gather
+from zero1_helpers.runs import load_run
+from zero1_helpers.workload import PRESETS
+
+LINKS = ("none", "50MB/s", "100MB/s", "400MB/s")
+CAP_MB, LR = 4, 1e-4
+UNLIMITED = Link(1e15)  # counts what is sent, and holds nothing up
+
+
+def mlp(depth: int = 16):
+    """A deep MLP, `depth` x 512 x 512, and its loss on this rank's batch."""
+    torch.manual_seed(0)
+    layers = (layer for _ in range(depth) for layer in (nn.Linear(512, 512), nn.ReLU()))
+    model = nn.Sequential(*layers)
+    batch = torch.randn(256, 512, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return model, list(model)[::2], lambda model: model(batch).square().mean()
+
+
+def llama(depth: int = 6):
+    """A small Llama, and its loss on this rank's batch."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": depth}
+    model = get_smol_model(replace(PRESETS["tiny"], config=PRESETS["tiny"].config | shape))
+    ids = torch.randint(3, 1000, (4, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
+    labels = torch.zeros(4, dtype=torch.long)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    return model, list(model.model.layers), lambda model: model(**batch).loss
+
+
+MODELS = {"mlp": mlp, "llama": llama}
+
+
+@dataclass(frozen=True)
+class Contender:
+    title: str
+    build: Callable  # (model, blocks) -> (model to call, optimizer)
+    after_backward: Callable  # (model, optimizer)
+
+
+def step(model, optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def compute_only(model, blocks):
+    """No communication; a rank steps a share of the parameters, as large as any other's."""
+    params = list(model.parameters())
+    owners = by_bytes(params, dist.get_world_size())
+    share = [p for p, owner in zip(params, owners, strict=True) if owner == dist.get_rank()]
+    return model, torch.optim.Adam(share, lr=LR)
+
+
+def compute_step(model, optimizer):
+    optimizer.step()
+    model.zero_grad()
+
+
+def torch_ddp(model, blocks):
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
+    return ddp, torch.optim.Adam(model.parameters(), lr=LR)
+
+
+def torch_zero(views: bool):
+    def build(model, blocks):
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, parameters_as_bucket_view=views, lr=LR
+        )
+        ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, gradient_as_bucket_view=views)
+        return ddp, optimizer
+
+    return build
+
+
+def fsdp2(model, blocks):
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=False)
+    model = fully_shard(model, reshard_after_forward=False)
+    return model, torch.optim.Adam(model.parameters(), lr=LR)
+
+
+def ours(variant):
+    return lambda model, blocks: variant.build(model, LR, CAP_MB)
+
+
+CONTENDERS = {
+    "compute": Contender("compute only", compute_only, compute_step),
+    **{name: Contender(v.title, ours(v), v.after_backward) for name, v in VARIANTS.items()},
+    "torch-ddp": Contender("torch DDP + Adam", torch_ddp, step),
+    "torch-zero": Contender("torch DDP + ZeroRedundancyOptimizer", torch_zero(False), step),
+    "torch-zero-views": Contender("the same, bucket views", torch_zero(True), step),
+    "torch-fsdp2": Contender("torch FSDP2, reshard_after_forward=False", fsdp2, step),
+}
+
+
+class Racer:
+    """One contender with a model of its own, on this rank."""
+
+    def __init__(self, name: str, model: str, depth: int | None):
+        self.contender = CONTENDERS[name]
+        self.plain, blocks, self.loss = MODELS[model](*[depth] if depth else [])
+        self.model, self.optimizer = self.contender.build(self.plain, blocks)
+        for group in self.optimizer.param_groups:
+            group["fused"] = True  # the same kernel for all
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.loss(self.model).backward()
+            self.contender.after_backward(self.model, self.optimizer)
+
+    def time(self, steps: int) -> tuple[float, float]:
+        """Seconds a step on the slowest rank, and the share of collectives that were late on all."""
+        dist.barrier()
+        lane.log = log = []
+        began = time.perf_counter()
+        self.train(steps)
+        seconds = (time.perf_counter() - began) / steps
+        lane.log = None
+        return max(gather(seconds)), late_share(gather([p.late for p in log]))
+
+    def count(self) -> dict:
+        """What one step sends on the fullest rank, and the optimizer state that it holds."""
+        lane.log = log = []
+        self.train(1)
+        lane.log = None
+        sent = sum(bytes_sent(p.op, p.size, dist.get_world_size()) for p in log)
+        states = getattr(self.optimizer, "optim", self.optimizer).state.values()
+        held = [getattr(v, "_local_tensor", v) for s in states for k, v in s.items() if k != "step"]
+        state = sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor))
+        return {
+            "sent_mb": max(gather(sent)) / 1e6,
+            "collectives": len(log),
+            "state_mb": max(gather(state)) / 1e6,
+        }
+
+
+def peak_mb(name: str, model: str, depth: int | None, folder: Path) -> float:
+    """The most memory that a rank's tensors take from the building of the model on, in two steps."""
+    with get_profiler(folder, 1) as profiler:
+        racer = Racer(name, model, depth)
+        racer.train(2)
+        profiler.step()
+    return max(rank["peak"] for rank in load_run(folder).record["memory"]) / 1e6
+
+
+def race(rank, world_size, folder, names, model, links, rounds, steps, depth, details):
+    """Body of one rank; rank 0 leaves its tables in `folder`."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    emulate(UNLIMITED)
+    racers = {name: Racer(name, model, depth) for name in names}
+    for racer in racers.values():
+        racer.train(2)  # makes the state; buckets are planned anew
+    about = {}
+    for name, racer in racers.items() if details else ():
+        about[name] = racer.count() | {"peak_mb": peak_mb(name, model, depth, folder / name)}
+    times = []
+    for link in links:
+        emulate(parse_link(link) or UNLIMITED)
+        for number in range(rounds):
+            for i in range(len(names)):
+                name = names[(i + number) % len(names)]
+                seconds, late = racers[name].time(steps)
+                times.append({"model": model, "depth": depth, "ranks": world_size, "link": link,
+                              "contender": name, "round": number, "seconds": seconds,
+                              "late": late * (link != "none")})  # fmt: skip
+        if rank == 0:
+            print(f"{model}, {world_size} ranks, link {link}: {rounds} rounds", flush=True)
+    if rank == 0:
+        pd.DataFrame(times).to_csv(folder / "times.csv", index=False)
+        pd.DataFrame(about).T.rename_axis("contender").to_csv(folder / "about.csv")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_race(names, model, links, rounds, steps, ranks=4, depth=None, details=False):
+    """(times, about) of one race, as frames."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        mp.spawn(race, (ranks, folder, names, model, links, rounds, steps, depth, details), ranks)
+        about = pd.read_csv(folder / "about.csv").set_index("contender") if details else None
+        return pd.read_csv(folder / "times.csv"), about
+
+
+def ratios(times: pd.DataFrame, to: str) -> pd.DataFrame:
+    """Each contender's time over that of `to`, within a round: median, least and most."""
+    wide = times.pivot(index="round", columns="contender", values="seconds")
+    return wide.div(wide[to], axis=0).agg(["median", "min", "max"]).T
+
+
+def table(times: pd.DataFrame, about: pd.DataFrame) -> pd.DataFrame:
+    """One model on one link, one row a contender."""
+    median = times.groupby("contender", sort=False)["seconds"].median()
+    ratio, zero = ratios(times, "compute"), ratios(times, "torch-zero")
+    spread = "{0[median]:.2f} ({0[min]:.2f} to {0[max]:.2f})".format
+    return pd.DataFrame({
+        "contender": {name: CONTENDERS[name].title for name in about.index},
+        "step, ms": (1e3 * median).round().astype(int),
+        "of compute": ratio["median"].round(2),
+        "of torch-zero (least to most)": zero.apply(spread, axis=1),
+        "exposed, ms": (1e3 * (median - median["compute"])).round().astype(int),
+        "late, %": (100 * times.groupby("contender")["late"].mean()).round().astype(int),
+        "sent, MB": about["sent_mb"].round(1),
+        "collectives": about["collectives"].astype(int),
+        "state, MB": about["state_mb"].round(1),
+        "peak, MB": about["peak_mb"].round(1),
+    }).loc[list(about.index)]  # fmt: skip
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    lines = [list(frame.columns), ["---"] * len(frame.columns), *frame.astype(str).values.tolist()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def setting(ranks) -> str:
+    return (f"{platform.machine()} CPU, {os.cpu_count()} cores · {ranks} ranks, one thread each · gloo · "
+            f"torch {torch.__version__.partition('+')[0]} · {datetime.date.today().isoformat()}")  # fmt: skip
+
+
+def draw(times: pd.DataFrame, path: Path):
+    """Step time of every contender over that of compute alone, by link; one panel a model."""
+    from matplotlib.figure import Figure
+
+    models, links = times["model"].unique(), times["link"].unique()
+    for theme, look in THEMES.items():
+        fig = Figure(figsize=(8, 3.2 * len(models)), layout="constrained", facecolor=look["paper"])
+        for ax, model in zip(fig.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
+            ax.set_facecolor(look["paper"])
+            names = [name for name in times["contender"].unique() if name != "compute"]
+            for i, name in enumerate(names):
+                of_model = times[times["model"] == model]
+                parts = [of_model[of_model["link"] == link] for link in links]
+                rows = pd.DataFrame([ratios(part, "compute").loc[name] for part in parts])
+                middle = rows["median"]
+                spread = [middle - rows["min"], rows["max"] - middle]
+                at = [j + (i - len(names) / 2) * 0.8 / len(names) for j in range(len(links))]
+                theirs = name.startswith("torch")
+                ax.errorbar(at, middle, spread, fmt="s" if theirs else "o", markersize=4, linewidth=1,
+                            color=f"C{i % 10}", mfc="none" if theirs else None, label=name)  # fmt: skip
+            ax.set_xticks(range(len(links)), [f"link {link}" for link in links], color=look["ink"])
+            ax.tick_params(colors=look["muted"])
+            ax.axhline(1, color=look["rule"], linewidth=0.8)
+            ax.set_title(f"{model}: step time over compute alone (median, least, most)",
+                         color=look["ink"], fontsize=10)  # fmt: skip
+            for spine in ax.spines.values():
+                spine.set_color(look["rule"])
+            ax.legend(fontsize=7, ncols=2, labelcolor=look["ink"], frameon=False)
+        fig.savefig(path.with_suffix(f".{theme}.png"), dpi=110, metadata={"Software": None})
+
+
+def bars(times: pd.DataFrame) -> list[str]:
+    """What is asked of the overlapped class, and whether this run shows it."""
+    lines = []
+    for (model, link), part in times.groupby(["model", "link"], sort=False):
+        for other in ("torch-zero", "torch-zero-views"):
+            ratio = ratios(part, other).loc["zero1-overlap"]
+            verdict = "no slower" if ratio["median"] <= 1 else (
+                "no slower within the spread" if ratio["min"] <= 1 else "slower")  # fmt: skip
+            lines.append(f"- {model}, link {link}: zero1-overlap takes {ratio['median']:.2f} of {other} "
+                         f"({ratio['min']:.2f} to {ratio['max']:.2f}): {verdict}.")  # fmt: skip
+    return lines
+
+
+PICTURE = """\
+<picture><source media="(prefers-color-scheme: dark)" srcset="race.dark.png">
+<img src="race.light.png" alt="Step time of each contender over that of compute alone, by link">
+</picture>"""
+ABOUT = """\
+Medians of {0.rounds} rounds of {0.steps} steps, contenders interleaved. Links are emulated; `none` is gloo at
+its own pace, on the cores that also compute. *Late* is the share of collectives that gloo ended after the
+link's time. *Exposed* is a step less the step that only computes. *Sent* and *state* are those of the
+fullest rank; *peak* is all tensors of a rank, from the building of the model to its second step."""
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--links", default=",".join(LINKS))
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="in a block (default: %(default)s)")
+    parser.add_argument("--worlds", default="1,2,4,8", help="of the second part; empty leaves it out")
+    parser.add_argument("--depths", default="4,8,16,32", help="of the third part; empty leaves it out")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    args = parser.parse_args(argv)
+    links, names = args.links.split(","), args.contenders.split(",")
+    try:
+        for link in links:
+            parse_link(link)
+        models = args.models.split(",")
+        for what, known, chosen in (("contender", CONTENDERS, names), ("model", MODELS, models)):
+            for name in set(chosen) - set(known):
+                raise ValueError(f"unknown {what} {name!r}; choose from {', '.join(known)}")
+        if missing := {"compute", "torch-zero"} - set(names):
+            raise ValueError(f"a table compares with {', '.join(sorted(missing))}: name them too")
+    except ValueError as error:
+        sys.exit(f"race: {error}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    page = ["# Every variant against torch's own", "", setting(4), "", ABOUT.format(args), ""]
+    everything = []
+    for model in models:
+        times, about = run_race(names, model, links, args.rounds, args.steps, details=True)
+        everything.append(times)
+        for link in links:
+            page += [f"## {model}, link {link}", "", markdown(table(times[times["link"] == link], about)), ""]
+    everything = pd.concat(everything)
+    page += ["## Against torch's ZeRO-1", "", *bars(everything), ""]
+    draw(everything, args.out / "race")
+    page += [PICTURE, ""]
+    page += grow("ranks", args.worlds, lambda n: {"ranks": n}, args)
+    page += grow("depth", args.depths, lambda n: {"depth": n}, args)
+    everything.to_csv(args.out / "times.csv", index=False, float_format="%.4f")
+    (args.out / "RESULTS.md").write_text("\n".join(page))
+    print(args.out / "RESULTS.md")
+    return 0
+
+
+def grow(what: str, values: str, as_arguments: Callable, args) -> list[str]:
+    """How step time and state grow over the number of ranks, or the depth of the MLP, at 100 MB/s."""
+    names, rows = ["compute", "ddp", "zero1", "zero1-overlap", "torch-zero"], []
+    for value in map(int, filter(None, values.split(","))):
+        times, about = run_race(names, "mlp", ["100MB/s"], args.rounds, args.steps, details=True,
+                                **as_arguments(value))  # fmt: skip
+        median = times.groupby("contender")["seconds"].median()
+        state = about["state_mb"].round(1)
+        rows.append({what: value, **{f"{n}, ms": round(1e3 * median[n]) for n in names},
+                     **{f"{n}, state MB": state[n] for n in names[1:]}})  # fmt: skip
+    if not rows:
+        return []
+    return [f"## Growth with {what} (mlp, link 100MB/s)", "", markdown(pd.DataFrame(rows)), ""]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The race: everyone gets the same work, and what is counted is what a ring sends."""
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from zero1_helpers.training import VARIANTS
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def race(tmp_path_factory):
+    sys.path.insert(0, str(BENCHMARKS))
+    import race
+
+    yield race
+    sys.path.remove(str(BENCHMARKS))
+
+
+def test_a_race_of_all(race):
+    names = list(race.CONTENDERS)
+    assert set(VARIANTS) < set(names)
+    times, about = race.run_race(names, "mlp", ["none", "10GB/s"], 1, 1, ranks=2, depth=4, details=True)
+    assert len(times) == 2 * len(names) and (times["seconds"] > 0).all()
+    assert set(times.loc[times["link"] == "none", "late"]) == {0.0}
+    psi = 4 * 4 * (512 * 512 + 512) / 1e6  # MB
+    sent, state = about["sent_mb"], about["state_mb"]
+    assert sent["compute"] == about["collectives"]["compute"] == 0
+    for name in ("ddp", "torch-ddp", "torch-fsdp2"):  # an all-reduce, or a reduce-scatter and an all-gather
+        assert sent[name] == pytest.approx(psi, rel=1e-3), name
+    for name in ("zero1", "zero1-bucket", "zero1-overlap", "torch-zero", "torch-zero-views"):
+        assert sent[name] == pytest.approx(2 * psi, rel=1e-3), name
+        assert state[name] == pytest.approx(psi, rel=1e-2), name  # half of Adam's two moments
+    assert state["ddp"] == state["torch-ddp"] == pytest.approx(2 * psi)
+    assert (about["peak_mb"] > psi).all()
+
+
+def test_ratios_are_taken_within_a_round(race):
+    seconds = {"compute": [1.0, 10.0, 1.0], "ddp": [2.0, 30.0, 2.5]}
+    times = pd.DataFrame({"contender": name, "round": number, "seconds": value}
+                         for name in seconds for number, value in enumerate(seconds[name]))  # fmt: skip
+    assert race.ratios(times, "compute").loc["ddp"].to_dict() == {"median": 2.5, "min": 2.0, "max": 3.0}
+
+
+def test_a_link_that_is_none_is_refused_in_one_line(race, tmp_path):
+    with pytest.raises(SystemExit, match="unknown link 'fast'"):
+        race.main(["--links", "fast", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="unknown contender 'deepspeed'"):
+        race.main(["--contenders", "deepspeed", "--out", str(tmp_path)])
