@@ -176,22 +176,26 @@ from zero1_helpers.ddp import Bucket
 show_source(Bucket)
 
 # %% [markdown]
-# - **A fixed order.** Buckets are planned once, from the shapes: the last parameter first. A gradient that comes early waits for its turn (`_on_gradient`), so the order in which gradients arrive does not matter.
+# - **A fixed order.** Buckets have a plan: in the first step the last parameter first, from then on the order in which rank 0's gradients came in that step, which it sends to all. A gradient that comes early waits for its turn (`_on_gradient`), so ranks agree in whatever order gradients arrive.
 # - **Everyone takes part.** `wait_for_gradients` launches what never came, with zeros. Each bucket ends with a flag for each parameter, which says whether its gradient is real; summed, it says on how many ranks. If on none, `p.grad` stays `None`.
 # - **Gradients move.** `pack` puts them into `flat` and sets `p.grad = None`, so nothing can be added to a gradient that is on its way. `unpack` hands them back, divided.
 # - **Errors instead of wrong numbers.** A second gradient, or a new forward, before `wait_for_gradients()` raises.
 # - **Hooks can be removed**: by `.remove()`, and by wrapping the model again.
 #
-# First: is it right, and is the order what it claims?
+# First: is it right, and is the order what it claims? The last parameter is not the last that is used: in each layer, the first norm is registered after the matrices. So the plan of the first step is not yet the order of backward.
 
 # %%
 from zero1_helpers import SimpleDDPAsync
 
 ddp = SimpleDDPAsync(new_model())
+names_of = {p: name for name, p in ddp.module.named_parameters()}
 assert [b.params for b in ddp.buckets] == [[p] for p in reversed(list(ddp.module.parameters()))]
 ddp(**batch).loss.backward()
 ddp.wait_for_gradients()
 assert_right(ddp.module)
+planned = [names_of[b.params[0]] for b in ddp.buckets]
+print("planned now, first:", ", ".join(planned[:2]), "| last:", ", ".join(planned[-2:]))
+assert sorted(planned) == sorted(arrived) and (rank > 0 or planned == arrived)
 
 # %% [markdown]
 # Running the cell twice is harmless. We count calls of `dist.all_reduce` from outside:
@@ -435,7 +439,7 @@ show_table(table, f"MB (1e6 bytes) of the fullest rank; the rest per step. {zero
 #
 # ## Exercises
 #
-# 1. Turn the plan round: `model.buckets.reverse()` right after wrapping. Predict the overlap, then run it under the profiler into `../build/runs/reversed`.
+# 1. Turn the plan round: `model._arrived = None` and `model._plan(list(model.module.parameters()))` right after wrapping. Predict the overlap, then run it under the profiler into `../build/runs/reversed`.
 #    <details><summary>Solution</summary>
 #
 #    The first bucket is now the embedding, whose gradient comes last. All others wait for their turn, so everything is launched at the end of backward, and almost nothing overlaps. The gradients are still right: the order is a matter of speed, as long as all ranks have the same.
