@@ -16,15 +16,13 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from zero1_helpers.cluster import (
-    KEEP,
     ClusterError,
     ClusterMagics,
-    Output,
     choose_gpus,
     parse_gpu_ids,
     parse_ranks,
-    span,
 )
+from zero1_helpers.output import KEEP, Output, span
 
 pytestmark = pytest.mark.timeout(120)
 
