@@ -53,9 +53,15 @@ class Kernel:
 
     def run(self, code: str, meanwhile=None) -> Ran:
         """Run a cell. meanwhile(text so far) is called whenever the cell printed something."""
-        ran = Ran()
+        return self.collect(self.client.execute(code), meanwhile)
 
-        def output(message):
+    def collect(self, request: str, meanwhile=None) -> Ran:
+        """What this request shows, until it is over."""
+        ran, busy = Ran(), True
+        while busy:
+            message = self.client.get_iopub_msg(timeout=90)
+            if message["parent_header"].get("msg_id") != request:
+                continue
             content = message["content"]
             match message["header"]["msg_type"]:
                 case "stream":
@@ -68,15 +74,40 @@ class Kernel:
                     ran.text = ""
                 case "display_data" | "execute_result":
                     ran.data.append(content["data"])
-
-        reply = self.client.execute_interactive(code, output_hook=output, timeout=90)
-        assert (reply["content"]["status"] == "error") == bool(ran.error)
+                case "status":
+                    busy = content["execution_state"] != "idle"
+        reply = self.wait_for(request)
+        assert (reply["status"] == "error") == bool(ran.error)
         return ran
 
     def local(self, code: str) -> str:
         ran = self.run(f"%%local\n{code}")
         assert not ran.error, ran.error
         return ran.text
+
+    def wait_for(self, request: str, channel: str = "shell") -> dict:
+        """The content of the reply to this request."""
+        while True:
+            reply = getattr(self.client, f"get_{channel}_msg")(timeout=90)
+            if reply["parent_header"]["msg_id"] == request:
+                return reply["content"]
+
+    def subshell(self):
+        """A second console of the same kernel, which works while the first one is busy."""
+        session, shell = self.client.session, self.client.shell_channel
+        message = session.msg("create_subshell_request", {})
+        self.client.control_channel.send(message)
+        created = self.wait_for(message["header"]["msg_id"], "control")
+
+        def run(code: str) -> Ran:
+            content = {"code": f"%%local\n{code}" if code[0] != "%" else code, "silent": False,
+                       "store_history": False, "user_expressions": {}, "allow_stdin": False}
+            message = session.msg("execute_request", content)
+            message["header"]["subshell_id"] = created["subshell_id"]
+            shell.send(message)
+            return self.collect(message["header"]["msg_id"])
+
+        return run
 
     def workers(self) -> list[int]:
         """Pids of the ranks, by rank."""
@@ -209,7 +240,8 @@ def test_a_long_cell_shows_life_and_saves_only_its_output(run):
         assert run(cell, meanwhile).text == "ranks 0, 1: begun\n"
     finally:
         os.remove(flag)
-    assert any("ranks 0, 1: begun\n... running for" in text for text in seen)
+    assert any(re.search(r"ranks 0, 1: begun\n\.\.\. running for \d+ s\n    ranks 0, 1: in its cell "
+                         r"\(cell \d+, line 3\)\n", text) for text in seen)
 
 
 def test_figures_and_html_are_shown_with_their_rank(run):
@@ -278,11 +310,89 @@ def test_where_cells_run(kernel, run):
     assert run("# only a comment").text == ""
 
 
+# ---- what the ranks are doing
+
+
 def test_status(kernel, run):
     lines = run("%dist_status").text.splitlines()
     for rank, (line, pid) in enumerate(zip(lines, kernel.workers(), strict=True)):
-        assert line.startswith(f"rank {rank}: idle, pid {pid}, CPU, ")
+        facts = r"CPU, memory (\d\.\d\d) GB, peak memory (\d\.\d\d) GB, up \d+ s"
+        memory, peak = re.fullmatch(rf"rank {rank}: idle, pid {pid}, {facts}", line).groups()
+        assert 0 < float(memory) <= float(peak) < 5
     assert "PID" in run("%dist_debug").text
+
+
+def test_status_while_a_cell_runs(kernel, run):
+    flag = f"/tmp/zero1-test-{os.getpid()}"
+    cell = f"""import os, time
+x = torch.ones(1)
+if rank == 0:
+    dist.all_reduce(x, async_op=True).wait()
+while not os.path.exists({flag!r}): time.sleep(0.01)
+if rank == 1: dist.all_reduce(x)"""
+    answer = kernel.client.execute(cell)
+    subshell = kernel.subshell()
+    try:
+        text = ""
+        while not ("waiting in all_reduce" in text and "in its cell" in text):
+            text = subshell("%dist_status").text
+        other = subshell("%%distributed\n1").error
+    finally:
+        open(flag, "w").close()
+        kernel.wait_for(answer)
+        os.remove(flag)
+    rank_0, rank_1 = text.splitlines()
+    running = r"running cell (\d+) for \d+ s, "
+    assert re.match(rf"rank 0: {running}waiting in all_reduce \(cell \1, line 4\), pid", rank_0)
+    assert re.match(rf"rank 1: {running}in its cell \(cell \1, line 5\), pid", rank_1)
+    assert "still run a cell" in other
+    assert run("x.item()").text == "ranks 0, 1: 2.0\n"
+
+
+def test_a_rank_that_does_not_answer(kernel, run):
+    pids = kernel.workers()
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        text = run("%dist_status").text
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    assert "rank 0: idle" in text and "rank 1: not answering" in text and f"pid {pids[1]}" in text
+    assert run("rank").text == "rank 0: 0\nrank 1: 1\n"
+
+
+# ---- time limits
+
+
+def test_a_time_limit_shows_all_stacks_and_stops_the_cell(kernel, run):
+    patience(kernel, grace=0.5)
+    cell = """%%distributed --timeout 0.5
+def work():
+    import time
+    while rank == 0: time.sleep(0.01)
+    dist.barrier()
+work()"""
+    error = run(cell).error
+    assert error.startswith("ClusterError: Time limit of 0.5 s reached after ")
+    for rank, doing, line, source in [(0, "in work", 4, "while rank == 0: time.sleep(0.01)"),
+                                      (1, "waiting in barrier", 5, "dist.barrier()")]:
+        stack = (rf"\nrank {rank}: {doing} \((cell \d+), line {line}\)\n    \1, line 6: work\(\)\n"
+                 rf"    \1, line {line}: {re.escape(source)}\n")
+        assert re.search(stack, error), error
+    assert re.search(r"\nrank 0: KeyboardInterrupt \(cell \d+, line 6: work\(\)\)\n", error)
+    assert "rank 1 did not stop and had to be ended" in error
+
+
+def test_a_time_limit_for_all_cells(kernel, run):
+    kernel.run("%dist_shutdown")
+    kernel.run("%dist_init -n 2 --timeout 0.5")
+    try:
+        assert "Time limit of 0.5 s" in run("while True: pass").error
+        assert "Time limit of 0.5 s" in run("%%rank [1]\nwhile True: pass").error
+        assert run("%%rank [0] --timeout 0\nimport time\ntime.sleep(1)\nrank").text == "rank 0: 0\n"
+    finally:
+        kernel.run("%config ClusterMagics.timeout = 0")
+    assert "write seconds" in run("%%rank [0] --timeout\n1").error
+    assert "--timeout SECONDS only" in run("%%distributed --timout 3\n1").error
 
 
 # ---- a rank raises
@@ -315,7 +425,7 @@ def test_a_rank_left_in_a_collective_is_ended_after_the_grace_period(kernel, run
     pids = kernel.workers()
     error = run("if rank == 0:\n    raise ValueError('lonely')\ndist.barrier()").error
     assert "rank 0: ValueError: lonely" in error and "%dist_init starts afresh" in error
-    assert re.search(r"rank 1 did not stop and had to be ended: in barrier "
+    assert re.search(r"rank 1 did not stop and had to be ended: waiting in barrier "
                      r"\(cell \d+, line 3\)", error)
     assert gone(pids)
     assert "No ranks are running: %dist_init" in run("rank").error
@@ -325,12 +435,15 @@ def test_a_rank_left_in_a_collective_is_ended_after_the_grace_period(kernel, run
 
 def test_the_cell_does_not_wait_out_a_long_grace_period(kernel, run):
     patience(kernel, grace=2, hold=1)
-    run("import zero1_helpers.worker\nzero1_helpers.worker.WHERE_AFTER = 0.2")
     pids = kernel.workers()
     error = run("if rank == 0:\n    raise ValueError('lonely')\ndist.barrier()").error
-    assert "rank 1 did not finish: in barrier" in error and "%dist_init starts afresh" in error
-    assert not gone(pids, within=0)
-    assert "rank 1 did not come back in 2 s" in run("rank").error
+    assert "rank 1 did not finish: waiting in barrier (cell" in error
+    assert "%dist_init starts afresh" in error and not gone(pids, within=0)
+    rank_0, rank_1 = run("%dist_status").text.splitlines()  # says what there is, and ends nothing
+    assert rank_0.startswith("rank 0: idle, pid")
+    assert re.match(r"rank 1: running cell \d+ for \d+ s, waiting in barrier \(cell \d+, line 3\), pid",
+                    rank_1)
+    assert "rank 1 did not come back in 2 s and had to be ended" in run("rank").error
     assert gone(pids)
 
 
@@ -382,7 +495,9 @@ def test_an_interrupt_stops_python_code_and_the_ranks_survive(kernel, run):
     run("kept = rank")
     cell = "import time\nprint('begun')\nwhile True: time.sleep(0.01)"
     ran = run(cell, when("begun", kernel.manager.interrupt_kernel))
-    assert "ranks 0, 1: KeyboardInterrupt (cell" in ran.error and "line 3" in ran.error
+    assert re.match(r"ClusterError: Interrupted after \d+ s, when the ranks were:\nranks 0, 1: in its "
+                    r"cell \(cell \d+, line 3\)\n    cell \d+, line 3: while True: time", ran.error)
+    assert "ranks 0, 1: KeyboardInterrupt (cell" in ran.error
     assert run("kept").text == "rank 0: 0\nrank 1: 1\n"
 
 
@@ -436,7 +551,10 @@ def test_start_and_end(kernel, run):
     ("-n 2 -g 0", "2 ranks need 2 different GPUs"),
     ("-n 2 -g 0,0", "2 ranks need 2 different GPUs"),
     ("-n 1 -g zero", "write GPU ids as"),
+    ("-n 2 -g 0,7", "there is no GPU 0, 7; torch sees 0"),
     ("-a no.such.host.invalid", "does not resolve"),
+    ("-n 2 --timeout soon", "write seconds"),
+    ("-n 2 --timeout -1", "write seconds"),
 ])
 def test_bad_arguments_of_dist_init(kernel, arguments, expected):
     kernel.run("%dist_shutdown")
@@ -452,8 +570,12 @@ def test_a_rank_that_cannot_start_shows_its_log(kernel):
                  "os.environ['PYTHONPATH'] = broken")
     # Our own package comes first on the path, so that the ranks run the kernel's version of it.
     error = kernel.run("%dist_init -n 2").error
+    kernel.local("open(broken + '/torch.py', 'w').write('1 / 0')")
+    other = kernel.run("%dist_init -n 2").error
     kernel.local("del os.environ['PYTHONPATH']\nimport shutil\nshutil.rmtree(broken)")
-    assert "died: exit code 1" in error and "No module named 'no_such_package'" in error
+    assert re.fullmatch(r"ClusterError: The ranks cannot start: \S+ has no module no_such_package\.",
+                        error)
+    assert "died: exit code 1" in other and "ZeroDivisionError" in other
     assert kernel.run("%dist_shutdown").text == "No ranks are running.\n"
 
 

@@ -5,7 +5,7 @@ its own, and does not ask who connects: for the moment in which the group forms,
 user could take a rank's place, and its messages would be unpickled by object collectives. So, once a
 group has formed,
 
-- nobody can connect any more: the system drops every packet to the ports that it listens on;
+- nobody is heard any more: the system drops whatever a new connection to its ports sends;
 - if somebody who is not this user did connect in that moment, nothing is used: ClosedDoor is raised.
 """
 
@@ -21,7 +21,15 @@ import torch.distributed as dist
 
 ESTABLISHED, LISTEN = "01", "0A"  # states in /proc/net/tcp
 SO_ATTACH_FILTER = 26
-DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: keep 0 bytes
+NO_PAYLOAD = [  # a packet filter: operation, jumps if equal and if not, constant
+    (0x30, 0, 0, 12),          # A = byte 12 of the TCP header, whose upper half is
+    (0x54, 0, 0, 0xF0),        #     the length of the header in words of 4 bytes
+    (0x74, 0, 0, 2),           # A = the same in bytes
+    (0x07, 0, 0, 0),           # X = A
+    (0x80, 0, 0, 0),           # A = length of the packet
+    (0x1D, 0, 1, 0),           # A == X?
+    (0x06, 0, 0, 0xFFFFFFFF),  # yes, only a header: take it
+    (0x06, 0, 0, 0)]           # no: drop it
 
 
 class ClosedDoor(RuntimeError):
@@ -56,9 +64,10 @@ def listening() -> dict[int, int]:
 
 
 def shut(door: socket.socket) -> None:
-    """Drop what arrives at this listening socket; connections that exist go on."""
-    instructions = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
-    program = struct.pack("HP", 1, ctypes.addressof(instructions))
+    """Drop what later connections to this listening socket send; earlier ones go on."""
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in NO_PAYLOAD)
+    instructions = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HP", len(NO_PAYLOAD), ctypes.addressof(instructions))
     door.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
