@@ -34,8 +34,8 @@ class Kernel:
         """Run a cell. meanwhile(text so far) is called whenever the cell printed something."""
         return self.collect(self.client.execute(code), meanwhile)
 
-    def collect(self, request: str, meanwhile=None) -> Ran:
-        """What this request shows, until it is over."""
+    def collect(self, request: str, meanwhile=None, until: str | None = None) -> Ran:
+        """What this request shows, until it is over, or shows `until`."""
         ran, busy = Ran(), True
         while busy:
             message = self.client.get_iopub_msg(timeout=90)
@@ -47,6 +47,8 @@ class Kernel:
                     ran.text += content["text"]
                     if meanwhile:
                         meanwhile(ran.text)
+                    if until and until in ran.text:
+                        return ran
                 case "error":
                     ran.error = f"{content['ename']}: {content['evalue']}"
                 case "clear_output":

@@ -117,6 +117,44 @@ def test_a_progress_bar_is_one_line():
     assert output.text() == f"100%|{'#' * 100}\ndone\n"
 
 
+def test_several_progress_bars_are_a_line_each():
+    output = Output()
+    for step in range(50):  # as tqdm writes them: the second one a line below, and back up
+        output.add(f"\router {step}".encode())
+        for inner in range(20):
+            output.add(f"\n\rinner {inner}\x1b[A".encode())
+    for byte in b"\n\nend\x1b[A\r\n":  # a control sequence may arrive in pieces
+        output.add(bytes([byte]))
+    assert output.text() == "outer 49\ninner 19\nend"
+
+
+def test_progress_bars_of_ranks_are_a_line_each_also_while_they_move(run):
+    seen = []
+    cell = """import time, tqdm
+for _ in tqdm.tqdm(range(100), desc=f"bar {rank}"): time.sleep(0.01)"""
+    lines = run(cell, seen.append).text.splitlines()
+    assert [re.sub(r"\|.*", "", line) for line in lines] == ["rank 0: bar 0: 100%", "rank 1: bar 1: 100%"]
+    moving = {line for text in seen for line in text.splitlines() if line.startswith("rank 0: bar")}
+    assert len(moving) > 2
+    assert max(text.count("bar 0:") for text in seen) == 1
+
+
+def test_printing_from_hooks_and_threads(run):
+    text = run("""
+import threading
+x = torch.ones(1, requires_grad=True)
+x.register_hook(lambda grad: print("from a hook"))
+def work():
+    for _ in range(500): print("t" * 50)
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads: thread.start()
+for _ in range(20): (2 * x).sum().backward()
+for thread in threads: thread.join()""").text
+    assert text.count("t" * 50) >= 2 * 8 * 500 * 0.2  # cut: each rank's 204 kB to KEEP
+    assert "bytes cut" in text
+    assert "from a hook" in run("(2 * x).sum().backward()").text
+
+
 def test_a_long_cell_shows_life_and_saves_only_its_output(run):
     seen = []
     cell = "import time, os\nprint('begun')\nwhile not os.path.exists(flag): time.sleep(0.02)"
