@@ -131,7 +131,7 @@ def test_several_progress_bars_are_a_line_each():
 def test_progress_bars_of_ranks_are_a_line_each_also_while_they_move(run):
     seen = []
     cell = """import time, tqdm
-for _ in tqdm.tqdm(range(100), desc=f"bar {rank}"): time.sleep(0.01)"""
+for _ in tqdm.tqdm(range(180), desc=f"bar {rank}"): time.sleep(0.01)"""
     lines = run(cell, seen.append).text.splitlines()
     assert [re.sub(r"\|.*", "", line) for line in lines] == ["rank 0: bar 0: 100%", "rank 1: bar 1: 100%"]
     moving = {line for text in seen for line in text.splitlines() if line.startswith("rank 0: bar")}
@@ -150,7 +150,7 @@ threads = [threading.Thread(target=work) for _ in range(8)]
 for thread in threads: thread.start()
 for _ in range(20): (2 * x).sum().backward()
 for thread in threads: thread.join()""").text
-    assert text.count("t" * 50) >= 2 * 8 * 500 * 0.2  # cut: each rank's 204 kB to KEEP
+    assert text.count("t") > 2 * 0.9 * KEEP  # of the 204 kB that each rank has printed
     assert "bytes cut" in text
     assert "from a hook" in run("(2 * x).sum().backward()").text
 
