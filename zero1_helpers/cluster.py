@@ -40,7 +40,7 @@ from traitlets import Float
 
 from .output import Output, alike, count, indented, labelled, show, span
 
-HOLD = 4.5  # seconds that a cell waits for the others after a failure; `grace` may be longer
+HOLD = 4.2  # seconds that a cell waits for the others after a failure; `grace` may be longer
 LIVE = 2.0  # seconds after which a running cell shows what it has printed so far
 COLLECTIVE = re.compile(r"\b((all_)?(reduce|gather)|broadcast|scatter|reduce_scatter|all_to_all)"
                         r"(_into_tensor|_tensor|_single|_object|_object_list)?\s*\(|\bbarrier\s*\(")
@@ -64,7 +64,7 @@ class Rank:
         self.number, self.process, self.connection, self.pipe = number, process, connection, pipe
         os.set_blocking(pipe, False)
         self.sending, self.reading = threading.Lock(), threading.Lock()
-        self.output, self.started = Output(), time.time()
+        self.output, self.started, self.device = Output(), time.time(), "CPU"
         self.answered, self.answer = -1, {}  # the last answer, and the number of its request
         self.state, self.looked = {}, -1  # what it last said that it does, and when it was asked
 
@@ -237,15 +237,15 @@ class RankChannel(CommunicationManager):
     def gather(self, ranks, progress=None, limit: float = 0.0) -> dict[int, dict]:
         """Collect answers. A rank that is gone takes all with it: no collective could work again."""
         answers, self.late = self._collect(ranks, progress, limit=limit)
-        late = {rank: {"late": state["where"]} for rank, state in self.look(sorted(self.late)).items()}
+        late = self.look(sorted(self.late), 0.3)
         self._lose_if_gone(answers, "ended during an earlier cell")
-        return answers | late
+        return answers | {rank: {"late": late[rank]["where"]} for rank in late}
 
     def look(self, ranks=None, seconds: float = 1.0) -> dict[int, dict]:
         """What these ranks do at this moment: {rank: state}. From any thread, while a cell runs.
 
         A state has "where" ("idle", "waiting in barrier (cell 4, line 2)"), and if the rank answers
-        within these seconds: request, seconds (since its start), stack, gpu, peak (bytes).
+        within these seconds: request, seconds (since its start), stack, device, peak (bytes).
         """
         ranks = range(len(self.ranks)) if ranks is None else ranks
         asked = time.monotonic()
@@ -345,12 +345,13 @@ class RankChannel(CommunicationManager):
         self.stopped = f"{why} after {seconds:.0f} s, when the ranks were:"
         for who, (where, stack) in alike(pending, [(s["where"], s.get("stack", "")) for s in states]):
             self.stopped += f"\n{span(who)}: {where}{indented(stack)}"
-        give_up = self._hurry(set(pending), min(self.grace, 3.0))
+        grace = min(self.grace, 2.5)
+        give_up = self._hurry(pending, grace)
         for number in pending:
             self.ranks[number].interrupt()
-        return give_up
+        return min(give_up, time.monotonic() + grace + 1.2)
 
-    def _hurry(self, pending: set[int], grace: float) -> float:
+    def _hurry(self, pending, grace: float) -> float:
         """Start the grace period of these ranks. Returns until when the cell waits for them."""
         for number in pending:
             self.ranks[number].send(self.number, "hurry", grace)
@@ -436,6 +437,7 @@ class ClusterMagics(DistributedMagic):
             gpus, why = choose_gpus(answers[0]["gpus"], n, wanted)
             channel.number = 1
             for rank in channel.ranks:
+                rank.device = f"GPU {gpus[rank.number]}" if gpus else "CPU"
                 rank.send(1, "form", {"backend": "nccl" if gpus else "gloo",
                                       "gpu_id": gpus[rank.number] if gpus else None})
             check(channel.gather(range(n)), channel)
@@ -542,11 +544,11 @@ class ClusterMagics(DistributedMagic):
                 memory = f"memory {used / 1e9:.2f} GB, "
             if "peak" in state:
                 memory += f"peak memory {state['peak'] / 1e9:.2f} GB, "
-            doing = state["where"]
-            if state.get("request"):
+            doing, device = state["where"], state.get("device", rank.device)
+            if "request" in state:
                 doing = f"running {state['request']} for {state['seconds']:.0f} s, {doing}"
-            text += (f"rank {rank.number}: {doing}, pid {rank.process.pid}, {state.get('device', '?')}, "
-                     f"{memory}up {time.time() - rank.started:.0f} s\n")
+            text += (f"rank {rank.number}: {doing}, pid {rank.process.pid}, {device}, {memory}"
+                     f"up {time.time() - rank.started:.0f} s\n")
         return text
 
     def _channel(self) -> RankChannel:
@@ -667,17 +669,24 @@ def choose_gpus(available: int, ranks: int, wanted: list[int] | None):
     return None, f"gloo on the CPU, because NCCL takes one rank per GPU and torch sees {available}"
 
 
+class Interrupts(list):
+    """A signal handler that remembers what came."""
+
+    def __call__(self, signum, frame) -> None:
+        self.append(signum)
+
+
 @contextlib.contextmanager
 def deferred_interrupt():
     """Collect SIGINTs in a list, so that none raises KeyboardInterrupt halfway through a message.
 
-    What is still in the list at the end is raised then.
+    What is still in the list at the end is raised then, by the outermost of several.
     """
-    interrupts: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
+    interrupts, before = Interrupts(), signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or isinstance(before, Interrupts):
         yield interrupts  # signals arrive in the main thread only
         return
-    before = signal.signal(signal.SIGINT, lambda signum, frame: interrupts.append(signum))
+    signal.signal(signal.SIGINT, interrupts)
     try:
         yield interrupts
     finally:
