@@ -1,11 +1,16 @@
 """The notebook layer, driven as a notebook drives it: a real kernel, real ranks, injected faults."""
 
+import array
+import contextlib
+import fcntl
 import os
+import pickle
 import re
 import signal
 import socket
+import struct
+import termios
 import time
-from types import SimpleNamespace
 
 import nbformat
 import psutil
@@ -512,21 +517,56 @@ def test_a_rank_that_cannot_start_shows_its_log(kernel):
 # ---- closed to others
 
 
+def listening(pid: int) -> set:
+    """Addresses at which a process listens, from the system's own tables."""
+    connections = psutil.Process(pid).net_connections("all")
+    assert [c for c in connections if c.family == socket.AF_UNIX and c.laddr] == []
+    return {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+
+
 def test_nothing_listens_but_gloo_on_the_loopback_interface(kernel, run):
-    run("dist.barrier()")
-    address = SimpleNamespace(ip="", port=0)
-    for pid in kernel.workers():
-        connections = psutil.Process(pid).net_connections("all")
-        assert [c for c in connections if c.family == socket.AF_UNIX and c.laddr] == []
-        for listening in (c for c in connections if c.status == psutil.CONN_LISTEN):
-            address = listening.laddr
-            assert address.ip == "127.0.0.1"
-    assert address.port  # gloo's own: no port of ours, so garbage can only go there
-    for garbage in (b"", b"\x00" * 64, os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n"):
-        with socket.create_connection((address.ip, address.port), timeout=5) as stranger:
-            stranger.sendall(garbage)
+    run("%dist_shutdown")
+    before = listening(kernel.pid)
+    run("%dist_init -n 2")
+    assert listening(kernel.pid) == before  # Jupyter's own
+    addresses = set.union(*map(listening, kernel.workers()))
+    assert len(addresses) == 2 and {address.ip for address in addresses} == {"127.0.0.1"}
+
+
+def test_strangers_at_gloos_ports_change_nothing(kernel, run):
+    """The layer has no ports of its own, so garbage, guesses and forged messages can only go there."""
+    code = pickle.dumps((1, "execute", {"code": "import os; os._exit(9)", "cell": 1}))
+    strangers = []
+    for address in set.union(*map(listening, kernel.workers())):
+        for message in (b"", b"\x00" * 64, os.urandom(1 << 20), b"GET / HTTP/1.1\r\n\r\n",
+                        struct.pack("<100q", *range(100)), struct.pack(">i", len(code)) + code):
+            strangers.append(socket.create_connection(address, timeout=5))
+            strangers[-1].setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                strangers[-1].send(message)
     cell = "x = torch.ones(1)\ndist.all_reduce(x)\ng = dist.new_group()\ndist.barrier(g)\nx.item()"
     assert run(cell).text == "ranks 0, 1: 2.0\n"
+    for stranger in strangers:
+        stranger.close()
+    assert run(cell).text == "ranks 0, 1: 2.0\n"
+
+
+def test_nobody_is_heard_at_the_ports_of_a_new_group(kernel, run):
+    before = set.union(*map(listening, kernel.workers()))
+    run("g = dist.new_group()")
+    new = set.union(*map(listening, kernel.workers())) - before
+    assert new
+    for address in new:
+        with socket.create_connection(address, timeout=5) as stranger:
+            stranger.sendall(b"never taken in")
+            assert unsent(stranger) == len(b"never taken in")
+
+
+def unsent(stranger: socket.socket) -> int:
+    """Bytes that the other side's system has not taken."""
+    size = array.array("i", [0])
+    fcntl.ioctl(stranger, termios.TIOCOUTQ, size)
+    return size[0]
 
 
 def test_the_command_line_tells_nothing(kernel, run):
