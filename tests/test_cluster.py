@@ -514,6 +514,19 @@ def test_a_rank_that_cannot_start_shows_its_log(kernel):
     assert kernel.run("%dist_shutdown").text == "No ranks are running.\n"
 
 
+def test_a_rank_that_never_starts(kernel):
+    kernel.run("%dist_shutdown")
+    kernel.local("import os, tempfile\nbroken = tempfile.mkdtemp()\n"
+                 "open(broken + '/sitecustomize.py', 'w').write("
+                 "'import os, time\\nif os.environ.get(\"RANK\") == \"1\": time.sleep(1000)')\n"
+                 "os.environ['PYTHONPATH'] = broken\nlimit, c.START = c.START, 0.5")
+    error = kernel.run("%dist_init -n 2").error
+    kernel.local("del os.environ['PYTHONPATH']\nimport shutil\nshutil.rmtree(broken)\nc.START = limit")
+    assert error.startswith("ClusterError: Time limit of 0.5 s reached")
+    assert "All ranks are ended now: %dist_init starts afresh" in error
+    assert kernel.run("%dist_init -n 2").text.startswith("2 ranks ready")
+
+
 # ---- closed to others
 
 

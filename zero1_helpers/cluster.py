@@ -40,6 +40,7 @@ from traitlets import Float
 
 from .output import Output, alike, count, indented, labelled, show, span
 
+START = 180.0  # seconds in which all ranks must have imported torch, and then have joined
 HOLD = 4.2  # seconds that a cell waits for the others after a failure; `grace` may be longer
 LIVE = 2.0  # seconds after which a running cell shows what it has printed so far
 COLLECTIVE = re.compile(r"\b((all_)?(reduce|gather)|broadcast|scatter|reduce_scatter|all_to_all)"
@@ -262,7 +263,7 @@ class RankChannel(CommunicationManager):
         for number in ranks:
             if how := self.ranks[number].ended():
                 states[number] = {"where": f"died: {how}"}
-        silent = {"where": "not answering: native code may hold its interpreter"}
+        silent = {"where": "not answering: native code holds its interpreter, or it still starts"}
         return {number: states.get(number, silent) for number in ranks}
 
     def check_alive(self) -> None:
@@ -431,7 +432,7 @@ class ClusterMagics(DistributedMagic):
         try:
             processes.start_workers(n, args.master_addr)
             channel = RankChannel(processes, self.grace)
-            answers = channel.gather(range(n))  # a rank says hello when it has imported torch
+            answers = channel.gather(range(n), limit=START)  # a rank says hello when it has imported torch
             check_imports(channel)
             check(answers, channel)
             gpus, why = choose_gpus(answers[0]["gpus"], n, wanted)
@@ -440,7 +441,7 @@ class ClusterMagics(DistributedMagic):
                 rank.device = f"GPU {gpus[rank.number]}" if gpus else "CPU"
                 rank.send(1, "form", {"backend": "nccl" if gpus else "gloo",
                                       "gpu_id": gpus[rank.number] if gpus else None})
-            check(channel.gather(range(n)), channel)
+            check(channel.gather(range(n), limit=START), channel)
         except BaseException:
             processes.shutdown(patience=0.0)
             raise
