@@ -96,8 +96,12 @@ os.system("echo six");
 
 
 def test_warnings_show_once(run):
-    assert run("import warnings\nwarnings.warn(f'careful')\nprint(rank)").text.splitlines() == [
-        f"ranks 0, 1: UserWarning: careful ({cell_of(run)}, line 2)", "rank 0: 0", "rank 1: 1"]
+    cell = """import warnings
+warnings.simplefilter("always")
+for _ in range(3): warnings.warn("careful")
+print(rank)"""
+    assert run(cell).text.splitlines() == [
+        f"ranks 0, 1: UserWarning: careful ({cell_of(run)}, line 3)", "rank 0: 0", "rank 1: 1"]
 
 
 def cell_of(run) -> str:
@@ -352,6 +356,7 @@ def test_different_errors_are_all_named(run):
 def test_line_numbers_are_those_of_the_cell(run):
     assert "line 3: 1/0" in run("%%rank [0]\n\n1/0").error
     assert "'(' was never closed (cell" in run("y = 1\nx = (").error
+    assert "__str__ fails" in run("class Bad(Exception):\n    def __str__(self): 1 / 0\nraise Bad").error
     assert run("import sys; sys.exit(3)").error.startswith("ClusterError: ranks 0, 1: SystemExit: 3")
 
 

@@ -70,7 +70,7 @@ def show(ranks, answers: dict[int, dict], texts: list[str]) -> None:
     answers = [answers.get(rank, {}) for rank in ranks]
     warned: dict[str, list[int]] = {}
     for rank, answer in zip(ranks, answers, strict=True):
-        for warning in dict.fromkeys(answer.get("warnings", ())):
+        for warning in answer.get("warnings", ()):
             warned.setdefault(warning, []).append(rank)
     text = "".join(f"{span(who)}: {warning}\n" for warning, who in warned.items())
     displays = [json.dumps(answer.get("displays", [])) for answer in answers]

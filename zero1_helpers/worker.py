@@ -61,7 +61,7 @@ class Worker(DistributedWorker):
         self.requests = queue.SimpleQueue()
         self.number, self.interruptible = None, False  # the running request; None: idle
         self.request, self.began, self.device = "", 0.0, "CPU"
-        self.displays, self.warnings = [], []
+        self.displays, self.warnings = [], {}
         # Cells get a __main__ of their own: their classes pickle, and our names are not in the way.
         self.main = sys.modules["__main__"] = types.ModuleType("__main__")
         self.namespace = vars(self.main)
@@ -77,20 +77,21 @@ class Worker(DistributedWorker):
 
     def _listen(self) -> None:
         """Read the socket; leave when the kernel is gone."""
-        while True:
-            try:
-                while not self.connection.poll(1.0):
-                    if os.getppid() != self.kernel:  # a fork of the kernel can hold its end open
-                        self._leave()
-                number, kind, data = self.connection.recv()
-            except (EOFError, OSError):
-                self._leave()
-            if kind == "look":
-                self._send(number, {"state": self._look()})
-            elif kind == "hurry":
-                threading.Thread(target=self._hurry, args=(number, data), daemon=True).start()
-            else:
-                self.requests.put((number, kind, data))
+        try:
+            while os.getppid() == self.kernel:  # a fork of the kernel can hold its end open
+                if self.connection.poll(1.0):
+                    self._take(*self.connection.recv())
+        finally:  # also when the other end is closed
+            self._leave()
+
+    def _take(self, number: int, kind: str, data) -> None:
+        """Answer at once what the main thread is not needed for."""
+        if kind == "look":
+            self._send(number, {"state": self._look()})
+        elif kind == "hurry":
+            threading.Thread(target=self._hurry, args=(number, data), daemon=True).start()
+        else:
+            self.requests.put((number, kind, data))
 
     def _hurry(self, number: int, grace: float) -> None:
         """Another rank failed, or the user interrupts: `grace` seconds to come back, or end."""
@@ -133,7 +134,7 @@ class Worker(DistributedWorker):
             number, kind, data = self.requests.get()
             if kind == "shutdown":
                 return
-            self.displays, self.warnings, answer = [], [], {}
+            self.displays, self.warnings, answer = [], {}, {}
             self.request = f"cell {data['cell']}" if kind == "execute" else kind
             self.began = time.monotonic()
             self.number, self.interruptible = number, True
@@ -146,7 +147,7 @@ class Worker(DistributedWorker):
                 answer = {"error": describe(error)}
                 flush()
             self.number = None
-            self._send(number, answer | {"displays": self.displays, "warnings": self.warnings})
+            self._send(number, answer | {"displays": self.displays, "warnings": [*self.warnings]})
 
     def _form(self, data: dict) -> None:
         """Join the process group. data: backend ("gloo" or "nccl"), gpu_id (int or None)."""
@@ -206,7 +207,7 @@ class Worker(DistributedWorker):
 
     def _warned(self, message, category, filename, lineno, file=None, line=None) -> None:
         """Instead of warnings.showwarning: the kernel shows a warning once, not once a rank."""
-        self.warnings.append(f"{category.__name__}: {message} ({place(filename, lineno)})")
+        self.warnings[f"{category.__name__}: {message} ({place(filename, lineno)})"] = True
 
     def display(self, *objects, **options) -> None:
         """IPython's display(): prints what is only text, and sends pictures and HTML."""
@@ -265,7 +266,7 @@ def waits_in(steps) -> str | None:
         record = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, True))
         running = [entry for entry in record["entries"] if not entry["retired"]]
         return running[0]["profiling_name"].rpartition(":")[2]
-    except (AttributeError, LookupError):  # older torch; none
+    except Exception:  # a private interface, which other versions of torch may lack; or none runs
         return None
 
 
@@ -279,7 +280,10 @@ def describe(error: BaseException) -> dict[str, str]:
     elif isinstance(error, SyntaxError) and (error.filename or "").startswith(CELL):
         where, source = place(error.filename, error.lineno), (error.text or "").strip()
         report.stack.clear()  # the parser's
-    message = str(error.msg) if isinstance(error, SyntaxError) else str(error)
+    try:
+        message = str(error.msg) if isinstance(error, SyntaxError) else str(error)
+    except Exception:
+        message = "its message cannot be shown, because its __str__ fails"
     return {"name": type(error).__name__, "message": message, "place": where, "source": source,
             "traceback": "".join(report.format())}
 
