@@ -441,6 +441,15 @@ def test_an_interrupt_stops_python_code_and_the_ranks_survive(kernel, run):
     assert run("kept").text == "rank 0: 0\nrank 1: 1\n"
 
 
+def test_an_interrupt_reaches_what_waits_outside_of_python(kernel, run):
+    patience(kernel, grace=10)
+    cell = "import ctypes, time\nprint('begun')\nbegan = time.time()\nctypes.CDLL(None).sleep(1000)"
+    ran = run(cell, when("begun", kernel.manager.interrupt_kernel))
+    assert "ranks 0, 1: KeyboardInterrupt (cell" in ran.error
+    seconds = float(run("%%rank [0]\ntime.time() - began").text.split()[2])
+    assert seconds < 2  # not only when the grace period is over
+
+
 def test_an_interrupt_ends_a_rank_that_is_stuck_in_native_code(kernel, run):
     patience(kernel, grace=0.5)
     pids = kernel.workers()

@@ -119,10 +119,6 @@ class Rank:
         hint = ", which no one here sent; often it means out of memory" if code == -9 else ""
         return f"signal {signal.Signals(-code).name}{hint}"
 
-    def interrupt(self) -> None:
-        if not self.ended():
-            os.kill(self.process.pid, signal.SIGINT)
-
     def kill(self) -> None:
         """End it and what it started: its process group, which nobody else can be in."""
         if self.process.returncode is None:  # not yet waited for: the pid is still its own
@@ -347,15 +343,12 @@ class RankChannel(CommunicationManager):
         for who, (where, stack) in alike(pending, [(s["where"], s.get("stack", "")) for s in states]):
             self.stopped += f"\n{span(who)}: {where}{indented(stack)}"
         grace = min(self.grace, 2.5)
-        give_up = self._hurry(pending, grace)
-        for number in pending:
-            self.ranks[number].interrupt()
-        return min(give_up, time.monotonic() + grace + 1.2)
+        return min(self._hurry(pending, grace, "stop"), time.monotonic() + grace + 1.2)
 
-    def _hurry(self, pending, grace: float) -> float:
+    def _hurry(self, pending, grace: float, kind: str = "hurry") -> float:
         """Start the grace period of these ranks. Returns until when the cell waits for them."""
         for number in pending:
-            self.ranks[number].send(self.number, "hurry", grace)
+            self.ranks[number].send(self.number, kind, grace)
         self.late_until = time.monotonic() + grace + 2.0
         return time.monotonic() + HOLD
 
@@ -563,7 +556,7 @@ class ClusterMagics(DistributedMagic):
 
 
 def log_tail(rank: Rank) -> str:
-    tail = rank.output.text(15)
+    tail = "\n".join(line[:200] for line in rank.output.text(15).splitlines())
     return f"\nThe last that it printed:{indented(tail)}" if tail.strip() else ""
 
 

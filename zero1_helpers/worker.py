@@ -88,7 +88,9 @@ class Worker(DistributedWorker):
         """Answer at once what the main thread is not needed for."""
         if kind == "look":
             self._send(number, {"state": self._look()})
-        elif kind == "hurry":
+        elif kind in ("hurry", "stop"):
+            if kind == "stop":
+                self._interrupt(number)
             threading.Thread(target=self._hurry, args=(number, data), daemon=True).start()
         else:
             self.requests.put((number, kind, data))
@@ -96,12 +98,16 @@ class Worker(DistributedWorker):
     def _hurry(self, number: int, grace: float) -> None:
         """Another rank failed, or the user interrupts: `grace` seconds to come back, or end."""
         time.sleep(grace)
-        if self.number == number:
-            os.kill(os.getpid(), signal.SIGINT)  # pure Python stops here, and the rank survives
-            time.sleep(0.7)
+        self._interrupt(number)  # pure Python stops here, and the rank survives
+        time.sleep(0.7)
         if self.number == number:
             self._send(number, {"stuck": self._look()["where"]})
             self._leave()
+
+    def _interrupt(self, number: int) -> None:
+        """KeyboardInterrupt in this request. To the main thread, so that what it waits for returns."""
+        if self.number == number:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     def _look(self) -> dict:
         """What the main thread does now, for %dist_status and for messages about stopped cells."""
