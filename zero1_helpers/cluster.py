@@ -320,10 +320,10 @@ class RankChannel(CommunicationManager):
                 seconds = time.monotonic() - began
                 if interrupts:
                     interrupts.clear()
-                    give_up = time.monotonic() if stopped else self._stop(pending, "Interrupted", seconds)
+                    give_up = time.monotonic() if stopped else self._stop(ranks, pending, "Interrupted", seconds)
                     stopped = True  # a second interrupt does not wait for anything
                 elif limit and seconds > limit and give_up is None:
-                    give_up = self._stop(pending, f"Time limit of {limit:g} s reached", seconds)
+                    give_up = self._stop(ranks, pending, f"Time limit of {limit:g} s reached", seconds)
                     stopped = True
                 if progress:
                     progress(seconds)
@@ -335,12 +335,11 @@ class RankChannel(CommunicationManager):
             pending = set()
         return answers, pending
 
-    def _stop(self, pending: set[int], why: str, seconds: float) -> float:
-        """Interrupt these ranks, and note what they were doing. Returns until when the cell waits."""
-        pending = sorted(pending)
-        states = self.look(pending, 0.5).values()
+    def _stop(self, ranks, pending: set[int], why: str, seconds: float) -> float:
+        """Interrupt the pending ranks; note what all did. Returns until when the cell waits for them."""
+        states = self.look(ranks, 0.5).values()
         self.stopped = f"{why} after {seconds:.0f} s, when the ranks were:"
-        for who, (where, stack) in alike(pending, [(s["where"], s.get("stack", "")) for s in states]):
+        for who, (where, stack) in alike(ranks, [(s["where"], s.get("stack", "")) for s in states]):
             self.stopped += f"\n{span(who)}: {where}{indented(stack)}"
         grace = min(self.grace, 2.5)
         return min(self._hurry(pending, grace, "stop"), time.monotonic() + grace + 1.2)
