@@ -318,13 +318,13 @@ class RankChannel(CommunicationManager):
                     if "died" in answer:
                         give_up = min(give_up, time.monotonic() + 1.0)
                 seconds = time.monotonic() - began
-                if interrupts:
+                expired = limit and seconds > limit and give_up is None
+                if pending and stopped and interrupts:
+                    give_up = time.monotonic()  # a second interrupt does not wait for anything
+                elif pending and (interrupts or expired):
+                    why = "Interrupted" if interrupts else f"Time limit of {limit:g} s reached"
                     interrupts.clear()
-                    give_up = time.monotonic() if stopped else self._stop(ranks, pending, "Interrupted", seconds)
-                    stopped = True  # a second interrupt does not wait for anything
-                elif limit and seconds > limit and give_up is None:
-                    give_up = self._stop(ranks, pending, f"Time limit of {limit:g} s reached", seconds)
-                    stopped = True
+                    give_up, stopped = self._stop(ranks, pending, why, seconds), True
                 if progress:
                     progress(seconds)
             if stopped:
