@@ -1,12 +1,16 @@
 """Fixtures and settings for all tests."""
 
 import os
+import sys
 
 import pytest
 
 from tests.ranks import Ranks
 
 os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # notebooks run on this environment's kernel
+
+
+collect_ignore = [] if sys.platform.startswith("linux") else ["test_doors.py"]  # it does its work there
 
 
 def pytest_collection_modifyitems(items):

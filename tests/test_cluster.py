@@ -1,93 +1,36 @@
 """The notebook layer, driven as a notebook drives it: a real kernel, real ranks, injected faults."""
 
+import array
+import contextlib
+import fcntl
 import os
+import pickle
 import re
 import signal
 import socket
+import struct
+import termios
 import time
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import nbformat
 import psutil
 import pytest
-from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from tests.kernel import Kernel, gone, patience
 from zero1_helpers.cluster import (
-    KEEP,
     ClusterError,
     ClusterMagics,
-    Output,
     choose_gpus,
     parse_gpu_ids,
     parse_ranks,
-    span,
 )
+from zero1_helpers.output import KEEP, Output, span
 
 pytestmark = pytest.mark.timeout(120)
 
 HOLDS_THE_INTERPRETER = "import itertools; sum(itertools.repeat(1))"  # and ignores signals
-
-
-@dataclass
-class Ran:
-    """What a cell left behind."""
-
-    text: str = ""
-    error: str = ""
-    data: list[dict] = field(default_factory=list)
-
-
-class Kernel:
-    """A Jupyter kernel with the extension loaded."""
-
-    def __init__(self):
-        self.manager = KernelManager()
-        self.manager.start_kernel(env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-        self.client = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
-        self.pid = self.manager.provisioner.pid
-        assert not self.run("%load_ext zero1_helpers").error
-        self.local("from zero1_helpers import cluster as c\nc.LIVE = 0.2")
-
-    def run(self, code: str, meanwhile=None) -> Ran:
-        """Run a cell. meanwhile(text so far) is called whenever the cell printed something."""
-        ran = Ran()
-
-        def output(message):
-            content = message["content"]
-            match message["header"]["msg_type"]:
-                case "stream":
-                    ran.text += content["text"]
-                    if meanwhile:
-                        meanwhile(ran.text)
-                case "error":
-                    ran.error = f"{content['ename']}: {content['evalue']}"
-                case "clear_output":
-                    ran.text = ""
-                case "display_data" | "execute_result":
-                    ran.data.append(content["data"])
-
-        reply = self.client.execute_interactive(code, output_hook=output, timeout=90)
-        assert (reply["content"]["status"] == "error") == bool(ran.error)
-        return ran
-
-    def local(self, code: str) -> str:
-        ran = self.run(f"%%local\n{code}")
-        assert not ran.error, ran.error
-        return ran.text
-
-    def workers(self) -> list[int]:
-        """Pids of the ranks, by rank."""
-        code = "m = c._magics._process_manager\nprint([r.process.pid for r in m.ranks] if m else [])"
-        return eval(self.local(code))
-
-    def close(self):
-        self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
 
 
 @pytest.fixture(scope="module")
@@ -114,23 +57,6 @@ def run(kernel):
         assert not started.error, started.error
     patience(kernel, grace=10, hold=4.5)
     return kernel.run
-
-
-def patience(kernel, grace: float, hold: float = 2) -> None:
-    """How long busy ranks, and the cell, wait after a failure."""
-    kernel.run(f"%config ClusterMagics.grace = {grace}")
-    kernel.local(f"c.HOLD = {hold}")
-
-
-def gone(pids: list[int], within: float = 20) -> bool:
-    """Whether these processes end, or become a child that only has to be waited for."""
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE
-                   for p in pids):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 # ---- cells
@@ -170,8 +96,12 @@ os.system("echo six");
 
 
 def test_warnings_show_once(run):
-    assert run("import warnings\nwarnings.warn(f'careful')\nprint(rank)").text.splitlines() == [
-        f"ranks 0, 1: UserWarning: careful ({cell_of(run)}, line 2)", "rank 0: 0", "rank 1: 1"]
+    cell = """import warnings
+warnings.simplefilter("always")
+for _ in range(3): warnings.warn("careful")
+print(rank)"""
+    assert run(cell).text.splitlines() == [
+        f"ranks 0, 1: UserWarning: careful ({cell_of(run)}, line 3)", "rank 0: 0", "rank 1: 1"]
 
 
 def cell_of(run) -> str:
@@ -196,6 +126,44 @@ def test_a_progress_bar_is_one_line():
     assert output.text() == f"100%|{'#' * 100}\ndone\n"
 
 
+def test_several_progress_bars_are_a_line_each():
+    output = Output()
+    for step in range(50):  # as tqdm writes them: the second one a line below, and back up
+        output.add(f"\router {step}".encode())
+        for inner in range(20):
+            output.add(f"\n\rinner {inner}\x1b[A".encode())
+    for byte in b"\n\nend\x1b[A\r\n":  # a control sequence may arrive in pieces
+        output.add(bytes([byte]))
+    assert output.text() == "outer 49\ninner 19\nend"
+
+
+def test_progress_bars_of_ranks_are_a_line_each_also_while_they_move(run):
+    seen = []
+    cell = """import time, tqdm
+for _ in tqdm.tqdm(range(180), desc=f"bar {rank}"): time.sleep(0.01)"""
+    lines = run(cell, seen.append).text.splitlines()
+    assert [re.sub(r"\|.*", "", line) for line in lines] == ["rank 0: bar 0: 100%", "rank 1: bar 1: 100%"]
+    moving = {line for text in seen for line in text.splitlines() if line.startswith("rank 0: bar")}
+    assert len(moving) > 2
+    assert max(text.count("bar 0:") for text in seen) == 1
+
+
+def test_printing_from_hooks_and_threads(run):
+    text = run("""
+import threading
+x = torch.ones(1, requires_grad=True)
+x.register_hook(lambda grad: print("from a hook"))
+def work():
+    for _ in range(500): print("t" * 50)
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads: thread.start()
+for _ in range(20): (2 * x).sum().backward()
+for thread in threads: thread.join()""").text
+    assert text.count("t") > 2 * 0.9 * KEEP  # of the 204 kB that each rank has printed
+    assert "bytes cut" in text
+    assert "from a hook" in run("(2 * x).sum().backward()").text
+
+
 def test_a_long_cell_shows_life_and_saves_only_its_output(run):
     seen = []
     cell = "import time, os\nprint('begun')\nwhile not os.path.exists(flag): time.sleep(0.02)"
@@ -211,7 +179,8 @@ def test_a_long_cell_shows_life_and_saves_only_its_output(run):
         assert run(cell, meanwhile).text == "ranks 0, 1: begun\n"
     finally:
         os.remove(flag)
-    assert any("ranks 0, 1: begun\n... running for" in text for text in seen)
+    assert any(re.search(r"ranks 0, 1: begun\n\.\.\. running for \d+ s\n    ranks 0, 1: in its cell "
+                         r"\(cell \d+, line 3\)\n", text) for text in seen)
 
 
 def test_figures_and_html_are_shown_with_their_rank(run):
@@ -280,11 +249,89 @@ def test_where_cells_run(kernel, run):
     assert run("# only a comment").text == ""
 
 
+# ---- what the ranks are doing
+
+
 def test_status(kernel, run):
     lines = run("%dist_status").text.splitlines()
     for rank, (line, pid) in enumerate(zip(lines, kernel.workers(), strict=True)):
-        assert line.startswith(f"rank {rank}: idle, pid {pid}, CPU, ")
+        facts = r"CPU, memory (\d\.\d\d) GB, peak memory (\d\.\d\d) GB, up \d+ s"
+        memory, peak = re.fullmatch(rf"rank {rank}: idle, pid {pid}, {facts}", line).groups()
+        assert 0 < float(memory) <= float(peak) < 5
     assert "PID" in run("%dist_debug").text
+
+
+def test_status_while_a_cell_runs(kernel, run):
+    flag = f"/tmp/zero1-test-{os.getpid()}"
+    cell = f"""import os, time
+x = torch.ones(1)
+if rank == 0:
+    dist.all_reduce(x, async_op=True).wait()
+while not os.path.exists({flag!r}): time.sleep(0.01)
+if rank == 1: dist.all_reduce(x)"""
+    answer = kernel.client.execute(cell)
+    subshell = kernel.subshell()
+    try:
+        text = ""
+        while not ("waiting in all_reduce" in text and "in its cell" in text):
+            text = subshell("%dist_status").text
+        other = subshell("%%distributed\n1").error
+    finally:
+        open(flag, "w").close()
+        kernel.wait_for(answer)
+        os.remove(flag)
+    rank_0, rank_1 = text.splitlines()
+    running = r"running cell (\d+) for \d+ s, "
+    assert re.match(rf"rank 0: {running}waiting in all_reduce \(cell \1, line 4\), pid", rank_0)
+    assert re.match(rf"rank 1: {running}in its cell \(cell \1, line 5\), pid", rank_1)
+    assert "still run a cell" in other
+    assert run("x.item()").text == "ranks 0, 1: 2.0\n"
+
+
+def test_a_rank_that_does_not_answer(kernel, run):
+    pids = kernel.workers()
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        text = run("%dist_status").text
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    assert "rank 0: idle" in text and "rank 1: not answering" in text and f"pid {pids[1]}" in text
+    assert run("rank").text == "rank 0: 0\nrank 1: 1\n"
+
+
+# ---- time limits
+
+
+def test_a_time_limit_shows_all_stacks_and_stops_the_cell(kernel, run):
+    patience(kernel, grace=0.5)
+    cell = """%%distributed --timeout 0.5
+def work():
+    import time
+    while rank == 0: time.sleep(0.01)
+    dist.barrier()
+work()"""
+    error = run(cell).error
+    assert error.startswith("ClusterError: Time limit of 0.5 s reached after ")
+    for rank, doing, line, source in [(0, "in work", 4, "while rank == 0: time.sleep(0.01)"),
+                                      (1, "waiting in barrier", 5, "dist.barrier()")]:
+        stack = (rf"\nrank {rank}: {doing} \((cell \d+), line {line}\)\n    \1, line 6: work\(\)\n"
+                 rf"    \1, line {line}: {re.escape(source)}\n")
+        assert re.search(stack, error), error
+    assert re.search(r"\nrank 0: KeyboardInterrupt \(cell \d+, line 6: work\(\)\)\n", error)
+    assert "rank 1 did not stop and had to be ended" in error
+
+
+def test_a_time_limit_for_all_cells(kernel, run):
+    kernel.run("%dist_shutdown")
+    kernel.run("%dist_init -n 2 --timeout 0.5")
+    try:
+        assert "Time limit of 0.5 s" in run("while True: pass").error
+        assert "Time limit of 0.5 s" in run("%%rank [1]\nwhile True: pass").error
+        assert run("%%rank [0] --timeout 0\nimport time\ntime.sleep(1)\nrank").text == "rank 0: 0\n"
+    finally:
+        kernel.run("%config ClusterMagics.timeout = 0")
+    assert "write seconds" in run("%%rank [0] --timeout\n1").error
+    assert "--timeout SECONDS only" in run("%%distributed --timout 3\n1").error
 
 
 # ---- a rank raises
@@ -309,6 +356,7 @@ def test_different_errors_are_all_named(run):
 def test_line_numbers_are_those_of_the_cell(run):
     assert "line 3: 1/0" in run("%%rank [0]\n\n1/0").error
     assert "'(' was never closed (cell" in run("y = 1\nx = (").error
+    assert "__str__ fails" in run("class Bad(Exception):\n    def __str__(self): 1 / 0\nraise Bad").error
     assert run("import sys; sys.exit(3)").error.startswith("ClusterError: ranks 0, 1: SystemExit: 3")
 
 
@@ -317,7 +365,7 @@ def test_a_rank_left_in_a_collective_is_ended_after_the_grace_period(kernel, run
     pids = kernel.workers()
     error = run("if rank == 0:\n    raise ValueError('lonely')\ndist.barrier()").error
     assert "rank 0: ValueError: lonely" in error and "%dist_init starts afresh" in error
-    assert re.search(r"rank 1 did not stop and had to be ended: in barrier "
+    assert re.search(r"rank 1 did not stop and had to be ended: waiting in barrier "
                      r"\(cell \d+, line 3\)", error)
     assert gone(pids)
     assert "No ranks are running: %dist_init" in run("rank").error
@@ -327,12 +375,15 @@ def test_a_rank_left_in_a_collective_is_ended_after_the_grace_period(kernel, run
 
 def test_the_cell_does_not_wait_out_a_long_grace_period(kernel, run):
     patience(kernel, grace=2, hold=1)
-    run("import zero1_helpers.worker\nzero1_helpers.worker.WHERE_AFTER = 0.2")
     pids = kernel.workers()
     error = run("if rank == 0:\n    raise ValueError('lonely')\ndist.barrier()").error
-    assert "rank 1 did not finish: in barrier" in error and "%dist_init starts afresh" in error
-    assert not gone(pids, within=0)
-    assert "rank 1 did not come back in 2 s" in run("rank").error
+    assert "rank 1 did not finish: waiting in barrier (cell" in error
+    assert "%dist_init starts afresh" in error and not gone(pids, within=0)
+    rank_0, rank_1 = run("%dist_status").text.splitlines()  # says what there is, and ends nothing
+    assert rank_0.startswith("rank 0: idle, pid")
+    assert re.match(r"rank 1: running cell \d+ for \d+ s, waiting in barrier \(cell \d+, line 3\), pid",
+                    rank_1)
+    assert "rank 1 did not come back in 2 s and had to be ended" in run("rank").error
     assert gone(pids)
 
 
@@ -384,8 +435,19 @@ def test_an_interrupt_stops_python_code_and_the_ranks_survive(kernel, run):
     run("kept = rank")
     cell = "import time\nprint('begun')\nwhile True: time.sleep(0.01)"
     ran = run(cell, when("begun", kernel.manager.interrupt_kernel))
-    assert "ranks 0, 1: KeyboardInterrupt (cell" in ran.error and "line 3" in ran.error
+    assert re.match(r"ClusterError: Interrupted after \d+ s, when the ranks were:\nranks 0, 1: in its "
+                    r"cell \(cell \d+, line 3\)\n    cell \d+, line 3: while True: time", ran.error)
+    assert "ranks 0, 1: KeyboardInterrupt (cell" in ran.error
     assert run("kept").text == "rank 0: 0\nrank 1: 1\n"
+
+
+def test_an_interrupt_reaches_what_waits_outside_of_python(kernel, run):
+    patience(kernel, grace=10)
+    cell = "import ctypes, time\nprint('begun')\nbegan = time.time()\nctypes.CDLL(None).sleep(1000)"
+    ran = run(cell, when("begun", kernel.manager.interrupt_kernel))
+    assert "ranks 0, 1: KeyboardInterrupt (cell" in ran.error
+    seconds = float(run("%%rank [0]\ntime.time() - began").text.split()[2])
+    assert seconds < 2  # not only when the grace period is over
 
 
 def test_an_interrupt_ends_a_rank_that_is_stuck_in_native_code(kernel, run):
@@ -438,7 +500,10 @@ def test_start_and_end(kernel, run):
     ("-n 2 -g 0", "2 ranks need 2 different GPUs"),
     ("-n 2 -g 0,0", "2 ranks need 2 different GPUs"),
     ("-n 1 -g zero", "write GPU ids as"),
+    ("-n 2 -g 0,7", "there is no GPU 0, 7; torch sees 0"),
     ("-a no.such.host.invalid", "does not resolve"),
+    ("-n 2 --timeout soon", "write seconds"),
+    ("-n 2 --timeout -1", "write seconds"),
 ])
 def test_bad_arguments_of_dist_init(kernel, arguments, expected):
     kernel.run("%dist_shutdown")
@@ -454,29 +519,81 @@ def test_a_rank_that_cannot_start_shows_its_log(kernel):
                  "os.environ['PYTHONPATH'] = broken")
     # Our own package comes first on the path, so that the ranks run the kernel's version of it.
     error = kernel.run("%dist_init -n 2").error
+    kernel.local("open(broken + '/torch.py', 'w').write('1 / 0')")
+    other = kernel.run("%dist_init -n 2").error
     kernel.local("del os.environ['PYTHONPATH']\nimport shutil\nshutil.rmtree(broken)")
-    assert "died: exit code 1" in error and "No module named 'no_such_package'" in error
+    assert re.fullmatch(r"ClusterError: The ranks cannot start: \S+ has no module no_such_package\.",
+                        error)
+    assert "died: exit code 1" in other and "ZeroDivisionError" in other
     assert kernel.run("%dist_shutdown").text == "No ranks are running.\n"
+
+
+def test_a_rank_that_never_starts(kernel):
+    kernel.run("%dist_shutdown")
+    kernel.local("import os, tempfile\nbroken = tempfile.mkdtemp()\n"
+                 "open(broken + '/sitecustomize.py', 'w').write("
+                 "'import os, time\\nif os.environ.get(\"RANK\") == \"1\": time.sleep(1000)')\n"
+                 "os.environ['PYTHONPATH'] = broken\nlimit, c.START = c.START, 0.5")
+    error = kernel.run("%dist_init -n 2").error
+    kernel.local("del os.environ['PYTHONPATH']\nimport shutil\nshutil.rmtree(broken)\nc.START = limit")
+    assert error.startswith("ClusterError: Time limit of 0.5 s reached")
+    assert "All ranks are ended now: %dist_init starts afresh" in error
+    assert kernel.run("%dist_init -n 2").text.startswith("2 ranks ready")
 
 
 # ---- closed to others
 
 
+def listening(pid: int) -> set:
+    """Addresses at which a process listens, from the system's own tables."""
+    connections = psutil.Process(pid).net_connections("all")
+    assert [c for c in connections if c.family == socket.AF_UNIX and c.laddr] == []
+    return {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+
+
 def test_nothing_listens_but_gloo_on_the_loopback_interface(kernel, run):
-    run("dist.barrier()")
-    address = SimpleNamespace(ip="", port=0)
-    for pid in kernel.workers():
-        connections = psutil.Process(pid).net_connections("all")
-        assert [c for c in connections if c.family == socket.AF_UNIX and c.laddr] == []
-        for listening in (c for c in connections if c.status == psutil.CONN_LISTEN):
-            address = listening.laddr
-            assert address.ip == "127.0.0.1"
-    assert address.port  # gloo's own: no port of ours, so garbage can only go there
-    for garbage in (b"", b"\x00" * 64, os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n"):
-        with socket.create_connection((address.ip, address.port), timeout=5) as stranger:
-            stranger.sendall(garbage)
+    run("%dist_shutdown")
+    before = listening(kernel.pid)
+    run("%dist_init -n 2")
+    assert listening(kernel.pid) == before  # Jupyter's own
+    addresses = set.union(*map(listening, kernel.workers()))
+    assert len(addresses) == 2 and {address.ip for address in addresses} == {"127.0.0.1"}
+
+
+def test_strangers_at_gloos_ports_change_nothing(kernel, run):
+    """The layer has no ports of its own, so garbage, guesses and forged messages can only go there."""
+    code = pickle.dumps((1, "execute", {"code": "import os; os._exit(9)", "cell": 1}))
+    strangers = []
+    for address in set.union(*map(listening, kernel.workers())):
+        for message in (b"", b"\x00" * 64, os.urandom(1 << 20), b"GET / HTTP/1.1\r\n\r\n",
+                        struct.pack("<100q", *range(100)), struct.pack(">i", len(code)) + code):
+            strangers.append(socket.create_connection(address, timeout=5))
+            strangers[-1].setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                strangers[-1].send(message)
     cell = "x = torch.ones(1)\ndist.all_reduce(x)\ng = dist.new_group()\ndist.barrier(g)\nx.item()"
     assert run(cell).text == "ranks 0, 1: 2.0\n"
+    for stranger in strangers:
+        stranger.close()
+    assert run(cell).text == "ranks 0, 1: 2.0\n"
+
+
+def test_nobody_is_heard_at_the_ports_of_a_new_group(kernel, run):
+    before = set.union(*map(listening, kernel.workers()))
+    run("g = dist.new_group()")
+    new = set.union(*map(listening, kernel.workers())) - before
+    assert new
+    for address in new:
+        with socket.create_connection(address, timeout=5) as stranger:
+            stranger.sendall(b"never taken in")
+            assert unsent(stranger) == len(b"never taken in")
+
+
+def unsent(stranger: socket.socket) -> int:
+    """Bytes that the other side's system has not taken."""
+    size = array.array("i", [0])
+    fcntl.ioctl(stranger, termios.TIOCOUTQ, size)
+    return size[0]
 
 
 def test_the_command_line_tells_nothing(kernel, run):

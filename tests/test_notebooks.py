@@ -157,6 +157,12 @@ def test_a_cell_that_never_ends_is_stopped(tmp_path):
         execute(nb, "x", folder=tmp_path, timeout=1)
 
 
+def test_ranks_that_hang_are_stopped_before_the_runner_stops_the_kernel(tmp_path):
+    nb = small("%load_ext zero1_helpers\nimport zero1_helpers.cluster as c\nc._magics.timeout")
+    execute(nb, "x", folder=tmp_path, timeout=100)
+    assert nb.cells[1].outputs[0].data["text/plain"] == "95.0"
+
+
 def test_an_output_with_the_checkouts_path_is_refused(tmp_path):
     nb = small(f"print({str(NOTEBOOKS)!r})")
     with pytest.raises(NotebookFailed, match="x, cell 1: an output shows the path"):

@@ -70,7 +70,8 @@ def check_paths(nb, name):
 def execute(nb, name, folder=NOTEBOOKS, ranks=None, timeout=600, progress=lambda cell, cells: None):
     """Run every cell of `nb` with `folder` as working folder, outputs into `nb`; the kernel ends.
 
-    `ranks` replaces the number on the `%dist_init` line; `timeout` is seconds per cell.
+    `ranks` replaces the number on the `%dist_init` line; `timeout` is seconds per cell. A cell that
+    hangs on the ranks is stopped a little earlier, by the layer, which shows the ranks' stacks.
     """
     code = [cell for cell in nb.cells if cell.cell_type == "code"]
     for cell in code:
@@ -86,7 +87,8 @@ def execute(nb, name, folder=NOTEBOOKS, ranks=None, timeout=600, progress=lambda
 
     client = NotebookClient(nb, kernel_name=KERNEL["name"], timeout=timeout, record_timing=False,
                             store_widget_state=False, on_cell_start=start,
-                            extra_arguments=["--log-level=CRITICAL"],  # its own log, not cells
+                            extra_arguments=["--log-level=CRITICAL",  # its own log, not cells
+                                             f"--ClusterMagics.timeout={0.95 * timeout:g}"],
                             resources={"metadata": {"path": str(folder)}})
     try:
         client.execute()  # ends the kernel on every way out, Ctrl-C included

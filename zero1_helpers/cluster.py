@@ -6,15 +6,16 @@
 
 - Nothing here listens. A socket pair has no address, so nobody but the process that we started can
   read, forge or send what the other side unpickles. Ranks meet through a file in a private folder.
-- No threads in the kernel: while a cell runs, one loop (`RankChannel._collect`) reads everything.
-- A cell has no time limit. It ends when all ranks have answered; if one fails, the others get a
-  grace period (`%config ClusterMagics.grace = 10`), then they are ended.
+- While a cell runs, one loop (`RankChannel._collect`) reads everything, without threads. Another
+  thread may ask what the ranks are doing (`%dist_status` in a subshell); the listener in each rank
+  answers, even while its main thread sits in a collective.
+- A cell has no time limit unless it is given one (`--timeout`). It ends when all ranks have answered;
+  if one fails, the others get a grace period (`%config ClusterMagics.grace = 10`), then are ended.
 - Ranks are ended by pid, and only our own. When the kernel is gone they end by themselves.
 """
 
 import atexit
 import contextlib
-import json
 import os
 import pickle
 import re
@@ -29,112 +30,114 @@ import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import psutil
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
-from IPython.display import clear_output, display
+from IPython.display import clear_output
 from nbdistributed.communication import CommunicationManager
 from nbdistributed.magic import DistributedMagic
 from nbdistributed.process_manager import ProcessManager
 from traitlets import Float
 
-HOLD = 4.5  # seconds that a cell waits for the others after a failure; `grace` may be longer
+from .arguments import (
+    ClusterError,
+    choose_gpus,
+    parse_gpu_ids,
+    parse_ranks,
+    parse_seconds,
+    split_timeout,
+)
+from .output import Output, alike, count, indented, labelled, show, span
+
+START = 180.0  # seconds in which all ranks must have imported torch, and then have joined
+HOLD = 4.2  # seconds that a cell waits for the others after a failure; `grace` may be longer
 LIVE = 2.0  # seconds after which a running cell shows what it has printed so far
-KEEP = 100_000  # bytes of output shown per rank and cell: half its beginning, half its end
 COLLECTIVE = re.compile(r"\b((all_)?(reduce|gather)|broadcast|scatter|reduce_scatter|all_to_all)"
                         r"(_into_tensor|_tensor|_single|_object|_object_list)?\s*\(|\bbarrier\s*\(")
 FAILURES = ("died", "error", "stuck", "late")  # what an answer may have, most telling first
 
 
-class ClusterError(RuntimeError):
-    """What went wrong on the ranks or in their use. Jupyter shows it without the kernel's frames."""
-
-    def _render_traceback_(self) -> list[str]:
-        return f"{type(self).__name__}: {self}".splitlines()
-
-
-class Output:
-    """What a rank printed since its last request. Of more than KEEP bytes, the middle is cut out."""
-
-    def __init__(self):
-        self.data, self.cut = bytearray(), 0
-
-    def add(self, data: bytes) -> None:
-        floor = KEEP // 2 if self.cut else 0
-        line = max(floor, self.data.rfind(b"\n", floor) + 1)
-        self.data += data
-        if b"\r" in self.data[line:]:  # a progress bar is one line that moves: drop what it overwrote
-            self.data[line:] = re.sub(rb"[^\r\n]*\r+(?=[^\r\n])", b"", self.data[line:])
-        if len(self.data) > 2 * KEEP:
-            self.cut += len(self.data) - KEEP
-            del self.data[KEEP // 2:-KEEP // 2]
-
-    def text(self, lines: int | None = None) -> str:
-        """All of it, or the last lines."""
-        data, cut = bytes(self.data), self.cut + len(self.data) - KEEP
-        if cut > 0:
-            note = f"\n... {cut:,} bytes cut ...\n".encode()
-            data = data[:KEEP // 2] + note + data[-KEEP // 2:]
-        text = data.decode(errors="replace").replace("\r\n", "\n")
-        return "\n".join(text.splitlines()[-lines:]) if lines else text
-
-
 class Rank:
-    """One worker process, the socket to it, and the pipe that it prints into."""
+    """One worker process, the socket to it, and the pipe that it prints into.
+
+    Any thread may send and take in; what has arrived is kept here until somebody looks at it.
+    """
 
     def __init__(self, number: int, process: subprocess.Popen, connection: Connection, pipe: int):
         self.number, self.process, self.connection, self.pipe = number, process, connection, pipe
         os.set_blocking(pipe, False)
-        self.output, self.started = Output(), time.time()
-        self.where = "not answering"  # what it was doing when last heard of
+        self.sending, self.reading = threading.Lock(), threading.Lock()
+        self.output, self.started, self.device = Output(), time.time(), "CPU"
+        self.answered, self.answer = -1, {}  # the last answer, and the number of its request
+        self.state, self.looked = {}, -1  # what it last said that it does, and when it was asked
 
-    def send(self, number: int, kind: str, data=None) -> None:
-        with deferred_interrupt(), contextlib.suppress(OSError):  # OSError: read() says it died
+    def send(self, number: float, kind: str, data=None) -> None:
+        with deferred_interrupt(), self.sending, contextlib.suppress(OSError):  # ended() says why
             self.connection.send((number, kind, data))
 
-    def read(self, number: int) -> dict | None:
-        """Take in what is there. Returns the answer to request `number`, or {"died": how}, or None."""
-        self.drain()
-        try:
-            while self.connection.poll():
-                answered, answer = self.connection.recv()
-                self.where = answer.get("where", self.where)
-                if answered == number and "where" not in answer:
-                    self.drain()  # printed before it answered, so all of it is in the pipe by now
-                    return answer
-        except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(2)
-        if self.process.poll() is None:
-            return None
-        self.drain()
-        return {"died": self.how_it_ended()}
+    def answer_to(self, number: int) -> dict | None:
+        """Its answer to this request, or {"died": how}, or None: not yet."""
+        self.take_in()
+        if self.answered == number:
+            return self.answer
+        how = self.ended()
+        return how and {"died": how}
+
+    def take_in(self) -> None:
+        """Read what it has printed and sent, without waiting."""
+        with self.reading:
+            self.drain()
+            try:
+                while self.connection.poll():
+                    number, message = self.connection.recv()
+                    if "state" in message:
+                        self.state, self.looked = message["state"], number
+                    else:
+                        self.answered, self.answer = number, message
+                        self.drain()  # printed before it answered, so all of it is in the pipe now
+            except (EOFError, OSError):
+                deadline = time.monotonic() + 2.0
+                while not self.ended() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                self.drain()
 
     def drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nothing there, or closed
             for _ in range(64):  # more than a pipe holds; a rank may never stop printing
                 if not (data := os.read(self.pipe, 1 << 16)):
                     return
                 self.output.add(data)
 
-    def how_it_ended(self) -> str:
-        code = self.process.returncode
+    def ended(self) -> str | None:
+        """How the process ended; None: it has not. It stays a zombie, so that its pid stays its own."""
+        if self.process.returncode is not None or not hasattr(os, "waitid"):
+            code = self.process.poll()
+        elif found := os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            code = found.si_status * (1 if found.si_code == os.CLD_EXITED else -1)
+        else:
+            return None
         if code is None or code >= 0:
-            return f"exit code {code}"
+            return None if code is None else f"exit code {code}"
         hint = ", which no one here sent; often it means out of memory" if code == -9 else ""
         return f"signal {signal.Signals(-code).name}{hint}"
 
+    def kill(self) -> None:
+        """End it and what it started: its process group, which nobody else can be in."""
+        if self.process.returncode is None:  # not yet waited for: the pid is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
     def end(self, deadline: float) -> None:
-        """End this rank and what it started, unless it has ended by itself by then."""
+        """Wait until it has ended by itself, or the time is up; then nothing is left of it."""
         with contextlib.suppress(EOFError, OSError):  # end of file: it has
             while (left := deadline - time.monotonic()) > 0:
                 self.drain()
                 if self.connection.poll(min(left, 0.05)):
                     self.connection.recv()
-        if self.process.returncode is None:  # not yet waited for: the pid is still its own
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.connection.close()
-        os.close(self.pipe)
+        self.kill()
+        self.process.wait()
+        with self.reading, self.sending:
+            self.connection.close()
+            os.close(self.pipe)
 
 
 class RankProcesses(ProcessManager):
@@ -199,9 +202,12 @@ class RankChannel(CommunicationManager):
 
     def __init__(self, processes: RankProcesses, grace: float):
         self.processes, self.ranks, self.grace = processes, processes.ranks, grace
+        self.limit = 0.0  # seconds that a request may take; 0: as long as it takes
         self.number = 0  # of the last request
+        self.busy = threading.Lock()  # held while a request runs
         self.late: set[int] = set()  # ranks still busy with a request that failed elsewhere
         self.late_until = 0.0
+        self.stopped = ""  # why the last request was stopped, and what the ranks were doing then
         self.lost = ""  # why there are no ranks any more
 
     def send_to_all(self, msg_type, data=None, timeout=None, progress=None) -> dict[int, dict]:
@@ -211,57 +217,101 @@ class RankChannel(CommunicationManager):
         """Ask these ranks and wait for their answers: {rank: answer}, in the order they came.
 
         An answer has "error" (an exception there), "died", "stuck" (we ended it), "late" (still
-        busy), or what was asked for. Raises ClusterError when there are no ranks.
+        busy), or what was asked for. timeout: seconds, or None for the usual limit.
+        Raises ClusterError when there are no ranks, or when they are busy for another thread.
         """
-        self._settle()
-        self.number += 1
-        for rank in ranks:
-            self.ranks[rank].output, self.ranks[rank].where = Output(), "not answering"
-            self.ranks[rank].send(self.number, msg_type, data)
-        return self.gather(ranks, progress)
+        if not self.busy.acquire(blocking=False):
+            raise ClusterError("The ranks still run a cell for another thread: see %dist_status.")
+        try:
+            self._settle()
+            self.number += 1
+            for rank in ranks:
+                self.ranks[rank].output = Output()
+                self.ranks[rank].send(self.number, msg_type, data)
+            return self.gather(ranks, progress, self.limit if timeout is None else timeout)
+        finally:
+            self.busy.release()
 
-    def gather(self, ranks, progress=None) -> dict[int, dict]:
+    def gather(self, ranks, progress=None, limit: float = 0.0) -> dict[int, dict]:
         """Collect answers. A rank that is gone takes all with it: no collective could work again."""
-        answers, self.late = self._collect(ranks, progress)
-        if gone := [rank for rank in answers if answers[rank].keys() & {"died", "stuck"}]:
-            self._lose(f"{span(gone)} ended during an earlier cell")
-        return answers | {rank: {"late": self.ranks[rank].where} for rank in sorted(self.late)}
+        answers, self.late = self._collect(ranks, progress, limit=limit)
+        late = self.look(sorted(self.late), 0.3)
+        self._lose_if_gone(answers, "ended during an earlier cell")
+        return answers | {rank: {"late": late[rank]["where"]} for rank in late}
+
+    def look(self, ranks=None, seconds: float = 1.0) -> dict[int, dict]:
+        """What these ranks do at this moment: {rank: state}. From any thread, while a cell runs.
+
+        A state has "where" ("idle", "waiting in barrier (cell 4, line 2)"), and if the rank answers
+        within these seconds: request, seconds (since its start), stack, device, peak (bytes).
+        """
+        ranks = range(len(self.ranks)) if ranks is None else ranks
+        asked = time.monotonic()
+        states, waiting = {}, set(ranks)
+        with deferred_interrupt():  # half a message would spoil the rest
+            for number in ranks:
+                self.ranks[number].send(asked, "look")
+            while waiting and time.monotonic() < asked + seconds:
+                for rank in [self.ranks[number] for number in sorted(waiting)]:
+                    rank.take_in()
+                    if rank.looked >= asked or rank.ended():
+                        waiting.remove(rank.number)
+                        states[rank.number] = rank.state
+                time.sleep(0.002 if waiting else 0)
+        for number in ranks:
+            if how := self.ranks[number].ended():
+                states[number] = {"where": f"died: {how}"}
+        silent = {"where": "not answering: native code holds its interpreter, or it still starts"}
+        return {number: states.get(number, silent) for number in ranks}
+
+    def check_alive(self) -> None:
+        """Raise ClusterError when there are no ranks any more."""
+        if self.lost:
+            raise ClusterError(f"{self.lost}\nNo ranks are running: %dist_init starts afresh.")
 
     def _settle(self) -> None:
         """Before a request: wait for late ranks, and find out which ranks died meanwhile."""
+        self.stopped = ""
         if self.late and not self.lost:
             answers, late = self._collect(self.late, give_up=self.late_until)
-            gone = late | {rank for rank in answers if answers[rank].keys() & {"died", "stuck"}}
+            where = self.look(sorted(late))
+            answers |= {number: {"stuck": where[number]["where"]} for number in late}
             self.late = set()
-            if gone:
-                self._lose(f"{span(gone)} did not come back in {self.grace:g} s and had to be "
-                           f"ended: {self.ranks[min(gone)].where}")
+            self._lose_if_gone(answers, f"did not come back in {self.grace:g} s and had to be ended")
         for rank in self.ranks if not self.lost else ():
-            if rank.process.poll() is not None:
-                rank.drain()
-                self._lose(f"rank {rank.number} died since the last cell: {rank.how_it_ended()}"
-                           + log_tail(rank))
-        if self.lost:
-            raise ClusterError(f"{self.lost}\nNo ranks are running: %dist_init starts afresh.")
+            if how := rank.ended():
+                rank.take_in()
+                self._lose(f"rank {rank.number} died since the last cell: {how}{log_tail(rank)}")
+        self.check_alive()
+
+    def _lose_if_gone(self, answers: dict[int, dict], what: str) -> None:
+        gone = {rank: answers[rank] for rank in answers if answers[rank].keys() & {"died", "stuck"}}
+        if gone:
+            stuck = [answer["stuck"] for answer in gone.values() if "stuck" in answer]
+            self._lose(f"{span(gone)} {what}" + "".join(f": {where}" for where in stuck[:1]))
 
     def _lose(self, reason: str) -> None:
         self.lost = self.lost or reason
         self.processes.shutdown(patience=0.0)
 
     def shutdown(self) -> None:
+        """End all ranks. If a cell is running for another thread, it fails first."""
+        if not self.busy.acquire(blocking=False):
+            for rank in self.ranks:
+                rank.kill()
+            self.busy.acquire(timeout=HOLD)
         self.processes.shutdown()
 
-    def _collect(self, ranks, progress=None, give_up: float | None = None):
+    def _collect(self, ranks, progress=None, give_up: float | None = None, limit: float = 0.0):
         """Read until these ranks have answered or it is time to `give_up`: answers, ranks left."""
-        pending, answers, interrupted = set(ranks), {}, False
+        pending, answers, stopped = set(ranks), {}, False
         began = time.monotonic()
         with deferred_interrupt() as interrupts:
             while pending and (give_up is None or time.monotonic() < give_up):
                 wait([source for rank in pending
                       for source in (self.ranks[rank].connection, self.ranks[rank].pipe)], 0.1)
                 for number in sorted(pending):
-                    answer = self.ranks[number].read(self.number)
-                    if answer is None:
+                    if not (answer := self.ranks[number].answer_to(self.number)):
                         continue
                     answers[number] = answer
                     pending.remove(number)
@@ -269,26 +319,39 @@ class RankChannel(CommunicationManager):
                         give_up = self._hurry(pending, self.grace)
                     if "died" in answer:
                         give_up = min(give_up, time.monotonic() + 1.0)
-                if interrupts and not interrupted:
-                    interrupted = True
+                seconds = time.monotonic() - began
+                expired = limit and seconds > limit and give_up is None
+                if pending and stopped and interrupts:
+                    give_up = time.monotonic()  # a second interrupt does not wait for anything
+                elif pending and (interrupts or expired):
+                    why = "Interrupted" if interrupts else f"Time limit of {limit:g} s reached"
                     interrupts.clear()
-                    for number in pending:
-                        self.ranks[number].process.send_signal(signal.SIGINT)
-                    give_up = self._hurry(pending, min(self.grace, 3.0))
+                    give_up, stopped = self._stop(ranks, pending, why, seconds), True
                 if progress:
-                    progress(time.monotonic() - began)
-        if interrupted:  # who has not even said that it is stuck holds the interpreter: ended too
-            answers |= {number: {"stuck": self.ranks[number].where} for number in pending}
+                    progress(seconds)
+            if stopped:
+                interrupts.clear()  # the cell fails anyway
+        if stopped:  # who has not even said that it is stuck holds the interpreter: ended too
+            where = self.look(sorted(pending), 0.2)
+            answers |= {number: {"stuck": where[number]["where"]} for number in pending}
             pending = set()
         return answers, pending
 
-    def _hurry(self, pending: set[int], grace: float) -> float:
+    def _stop(self, ranks, pending: set[int], why: str, seconds: float) -> float:
+        """Interrupt the pending ranks; note what all did. Returns until when the cell waits for them."""
+        states = self.look(ranks, 0.5).values()
+        self.stopped = f"{why} after {seconds:.0f} s, when the ranks were:"
+        for who, (where, stack) in alike(ranks, [(s["where"], s.get("stack", "")) for s in states]):
+            self.stopped += f"\n{span(who)}: {where}{indented(stack)}"
+        grace = min(self.grace, 2.5)
+        return min(self._hurry(pending, grace, "stop"), time.monotonic() + grace + 1.2)
+
+    def _hurry(self, pending, grace: float, kind: str = "hurry") -> float:
         """Start the grace period of these ranks. Returns until when the cell waits for them."""
         for number in pending:
-            self.ranks[number].send(self.number, "hurry", grace)
+            self.ranks[number].send(self.number, kind, grace)
         self.late_until = time.monotonic() + grace + 2.0
         return time.monotonic() + HOLD
-
 
 class ClusterMagics(DistributedMagic):
     """nbdistributed's magics, on top of the two classes above.
@@ -296,7 +359,7 @@ class ClusterMagics(DistributedMagic):
     %dist_init -n 4      start ranks               %%distributed   a cell on all ranks
     %dist_shutdown       end them                  %%rank [0,2]    a cell on some ranks
     %dist_reset          the same                  %%local         a cell in the kernel
-    %dist_status         pid, device, memory       %sync           a barrier
+    %dist_status         what each is doing        %sync           a barrier
     %dist_mode -e | -d   plain cells go to the ranks, or to the kernel
     %dist_debug          nbdistributed's view of the processes
     """
@@ -305,6 +368,7 @@ class ClusterMagics(DistributedMagic):
                                                "dist_status", "dist_mode", "dist_debug")},
               "cell": {name: name for name in ("distributed", "rank")}}
     grace = Float(10.0, help="seconds that busy ranks get after a failure").tag(config=True)
+    timeout = Float(0.0, help="seconds that a cell may take; 0: any time").tag(config=True)
 
     def __init__(self, shell):
         super().__init__(shell)
@@ -341,6 +405,7 @@ class ClusterMagics(DistributedMagic):
     @argument("--num-processes", "-n", type=int, default=2, help="how many ranks")
     @argument("--master-addr", "-a", default="localhost", help="of this machine; all ranks are here")
     @argument("--gpu-ids", "-g", default=None, help='one GPU per rank, such as "0,1,3"')
+    @argument("--timeout", default=None, help="seconds that a cell may take; 0: any time")
     def dist_init(self, line):
         """Start ranks. Returns when all have joined the process group, or raises ClusterError."""
         args = parse_argstring(self.dist_init, line)
@@ -354,19 +419,23 @@ class ClusterMagics(DistributedMagic):
         except OSError:
             raise ClusterError(f"--master-addr {args.master_addr} does not resolve.") from None
         wanted = parse_gpu_ids(args.gpu_ids, n)
+        if args.timeout is not None:
+            self.timeout = parse_seconds(args.timeout)
         self._end()
         processes = RankProcesses()
         try:
             processes.start_workers(n, args.master_addr)
             channel = RankChannel(processes, self.grace)
-            answers = channel.gather(range(n))  # a rank says hello when it has imported torch
+            answers = channel.gather(range(n), limit=START)  # a rank says hello when it has imported torch
+            check_imports(channel)
             check(answers, channel)
             gpus, why = choose_gpus(answers[0]["gpus"], n, wanted)
             channel.number = 1
             for rank in channel.ranks:
+                rank.device = f"GPU {gpus[rank.number]}" if gpus else "CPU"
                 rank.send(1, "form", {"backend": "nccl" if gpus else "gloo",
                                       "gpu_id": gpus[rank.number] if gpus else None})
-            check(channel.gather(range(n)), channel)
+            check(channel.gather(range(n), limit=START), channel)
         except BaseException:
             processes.shutdown(patience=0.0)
             raise
@@ -386,12 +455,12 @@ class ClusterMagics(DistributedMagic):
 
     def _end(self) -> int:
         """End our ranks, if there are any. Returns how many there were."""
-        processes, self._process_manager, self._comm_manager = self._process_manager, None, None
-        self._num_processes = 0
+        processes, channel = self._process_manager, self._comm_manager
+        self._process_manager, self._comm_manager, self._num_processes = None, None, 0
         self._disable_distributed_mode()
         ended = len(processes.ranks) if processes else 0
-        if processes:
-            processes.shutdown()
+        if channel:
+            channel.shutdown()
         return ended
 
     @classmethod
@@ -405,19 +474,23 @@ class ClusterMagics(DistributedMagic):
     # ---- cells
 
     def distributed(self, line, cell):
-        """%%distributed: run this cell on all ranks."""
-        self._run(range(len(self._channel().ranks)), cell)
+        """%%distributed, %%distributed --timeout 60: run this cell on all ranks."""
+        rest, timeout = split_timeout(line)
+        if rest:
+            raise ClusterError(f"%%distributed {line}: it takes --timeout SECONDS only.")
+        self._run(range(len(self._channel().ranks)), cell, timeout)
 
     def rank(self, line, cell):
-        """%%rank [0,2] or %%rank [0-2]: run this cell on these ranks."""
+        """%%rank [0,2], %%rank [0-2], %%rank [0] --timeout 60: run this cell on these ranks."""
+        rest, timeout = split_timeout(line)
         world_size = len(self._channel().ranks)
-        ranks = parse_ranks(line, world_size)
+        ranks = parse_ranks(rest, world_size)
         if len(ranks) < world_size and (call := COLLECTIVE.search(cell)):
             print(f"Note: {call[0].rstrip('( ')} waits for every rank of its group, and this cell "
                   f"runs on {span(ranks)} only.")
-        self._run(ranks, cell)
+        self._run(ranks, cell, timeout)
 
-    def _run(self, ranks, cell: str) -> None:
+    def _run(self, ranks, cell: str, timeout: float | None = None) -> None:
         """Run a cell; while it takes long, show what there is so far, and replace it at the end.
 
         So the saved output depends on what the ranks printed, not on how long they took.
@@ -433,10 +506,13 @@ class ClusterMagics(DistributedMagic):
                 for who, text in alike(ranks, tails):
                     print(labelled(who, text), end="")
                 print(f"... running for {seconds:.0f} s")
+                states = channel.look(ranks, 0.2)
+                for who, where in alike(ranks, [states[rank]["where"] for rank in ranks]):
+                    print(f"    {span(who)}: {where}")
 
         # Not execution_count: some versions of IPython raise it before a cell runs, some after.
         request = {"code": cell, "cell": len(self.shell.user_ns["In"]) - 1}
-        answers = channel.send_to_ranks(ranks, "execute", request, progress=progress)
+        answers = channel.send_to_ranks(ranks, "execute", request, timeout, progress)
         if shown:
             clear_output()
         show(ranks, answers, [channel.ranks[rank].output.text() for rank in ranks])
@@ -449,79 +525,47 @@ class ClusterMagics(DistributedMagic):
         print(f"Synchronized {count(len(channel.ranks))}.")
 
     def dist_status(self, line):
-        """Pid, device, memory, uptime of each rank."""
+        """What each rank is doing, its pid, device, memory and uptime. Also while a cell runs."""
+        print(self.status(), end="")
+
+    def status(self) -> str:
         channel = self._channel()
-        answers = channel.send_to_all("status")
-        check(answers, channel)
+        channel.check_alive()
+        states, text = channel.look(), ""
         for rank in channel.ranks:
-            facts = answers[rank.number]
-            device = "CPU"
-            if facts["gpu_id"] is not None:
-                device = (f"GPU {facts['gpu_id']} ({facts['gpu_name']}, "
-                          f"{facts['gpu_memory_allocated']:.2f} GiB allocated)")
-            print(f"rank {rank.number}: idle, pid {rank.process.pid}, {device}, peak memory "
-                  f"{facts['peak'] / 1e9:.2f} GB, up {time.time() - rank.started:.0f} s")
+            state, memory = states[rank.number], ""
+            with contextlib.suppress(psutil.Error):
+                used = psutil.Process(rank.process.pid).memory_info().rss
+                memory = f"memory {used / 1e9:.2f} GB, "
+            if "peak" in state:
+                memory += f"peak memory {state['peak'] / 1e9:.2f} GB, "
+            doing, device = state["where"], state.get("device", rank.device)
+            if "request" in state:
+                doing = f"running {state['request']} for {state['seconds']:.0f} s, {doing}"
+            text += (f"rank {rank.number}: {doing}, pid {rank.process.pid}, {device}, {memory}"
+                     f"up {time.time() - rank.started:.0f} s\n")
+        return text
 
     def _channel(self) -> RankChannel:
         if self._comm_manager is None:
             raise ClusterError("No ranks are running: %dist_init --num-processes 4 starts four.")
-        self._comm_manager.grace = self.grace  # %config may have changed it
+        self._comm_manager.grace, self._comm_manager.limit = self.grace, self.timeout  # %config changes them
         return self._comm_manager
 
 
-# ---- what the reader sees
-
-
-def show(ranks, answers: dict[int, dict], texts: list[str]) -> None:
-    """Print a cell's output: warnings, what each rank printed, what it displayed; equals folded."""
-    answers = [answers.get(rank, {}) for rank in ranks]
-    warned: dict[str, list[int]] = {}
-    for rank, answer in zip(ranks, answers, strict=True):
-        for warning in dict.fromkeys(answer.get("warnings", ())):
-            warned.setdefault(warning, []).append(rank)
-    text = "".join(f"{span(who)}: {warning}\n" for warning, who in warned.items())
-    displays = [json.dumps(answer.get("displays", [])) for answer in answers]
-    for who, (printed, bundles) in alike(ranks, list(zip(texts, displays, strict=True))):
-        bundles = json.loads(bundles)
-        text += labelled(who, printed) or (f"{span(who)}:\n" if bundles else "")
-        for bundle in bundles:
-            print(text, end="", flush=True)
-            text = ""
-            display(bundle, raw=True)
-    print(text, end="", flush=True)
-
-
-def alike(ranks, values: list) -> list[tuple[list[int], object]]:
-    """Ranks grouped by equal values, in the order of each group's first rank."""
-    groups: dict = {}
-    for rank, value in zip(ranks, values, strict=True):
-        groups.setdefault(value, []).append(rank)
-    return [(who, value) for value, who in groups.items()]
-
-
-def labelled(ranks, text: str) -> str:
-    """ "rank 1: text", with the text on lines of its own if it has several; "" without text."""
-    text = text.rstrip("\n")
-    if not text.strip():
-        return ""
-    return f"{span(ranks)}:{chr(10) if chr(10) in text else ' '}{text}\n"
-
-
-def span(ranks) -> str:
-    """Ranks in words: "rank 2", "ranks 0, 2", "ranks 0–3"."""
-    ranks = sorted(ranks)
-    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}–{ranks[-1]}"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def count(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks != 1)}"
+# ---- failures
 
 
 def log_tail(rank: Rank) -> str:
-    lines = rank.output.text(15).splitlines()
-    return "".join(["\nThe last that it printed:" if lines else "", *(f"\n    {x}" for x in lines)])
+    tail = "\n".join(line[:200] for line in rank.output.text(15).splitlines())
+    return f"\nThe last that it printed:{indented(tail)}" if tail.strip() else ""
+
+
+def check_imports(channel: RankChannel) -> None:
+    """Raise ClusterError if a rank could not start because a package is missing."""
+    for rank in channel.ranks:
+        if rank.ended() and (missing := re.search(r"No module named '(.+?)'", rank.output.text(1))):
+            raise ClusterError(f"The ranks cannot start: {sys.executable} has no module {missing[1]}.")
 
 
 def check(answers: dict[int, dict], channel: RankChannel) -> None:
@@ -534,6 +578,8 @@ def check(answers: dict[int, dict], channel: RankChannel) -> None:
                 failure = (failure["name"], failure["place"], re.sub(r"\d+", "#", failure["message"]))
             failures.setdefault((kind, failure), []).append(rank)
     parts = []
+    if failures and channel.stopped:
+        parts.append(channel.stopped)
     for (kind, failure), ranks in sorted(failures.items(), key=lambda f: FAILURES.index(f[0][0])):
         if kind == "died":
             part = f"{span(ranks)} died: {failure}{log_tail(channel.ranks[ranks[0]])}"
@@ -551,68 +597,33 @@ def check(answers: dict[int, dict], channel: RankChannel) -> None:
         else:
             continue
         parts.append(part)
-    if channel.lost:
+    if failures and channel.lost:
         parts.append("All ranks are ended now: %dist_init starts afresh.")
     if parts:
         raise ClusterError("\n".join(parts))
 
 
-# ---- arguments
+# ---- interrupts
 
 
-def parse_ranks(text: str, world_size: int) -> list[int]:
-    """Ranks of `%%rank [0,2]` or `%%rank [0-2]`."""
-    ranks: set[int] = set()
-    for part in text.strip().removeprefix("[").removesuffix("]").split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:[-–]\s*(\d+)\s*)?", part)
-        if not match or int(match[1]) > int(match[2] or match[1]):
-            raise ClusterError(f"%%rank {text}: write the ranks as %%rank [0,2] or %%rank [0-2].")
-        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    if unknown := [rank for rank in ranks if rank >= world_size]:
-        raise ClusterError(f"%%rank {text}: there is no {span(unknown)}; "
-                           f"{count(world_size)} running, numbered from 0.")
-    return sorted(ranks)
+class Interrupts(list):
+    """A signal handler that remembers what came."""
 
-
-def parse_gpu_ids(text: str | None, ranks: int) -> list[int] | None:
-    """GPUs of `-g 0,1`."""
-    if text is None:
-        return None
-    try:
-        ids = [int(part) for part in text.strip("\"'[]").split(",")]
-    except ValueError:
-        raise ClusterError(f"--gpu-ids {text}: write GPU ids as 0,1,3.") from None
-    if len(set(ids)) < ranks or len(set(ids)) < len(ids):
-        raise ClusterError(f"--gpu-ids {text}: {count(ranks)} need {ranks} different GPUs, "
-                           "because NCCL takes one rank per GPU.")
-    return ids[:ranks]
-
-
-def choose_gpus(available: int, ranks: int, wanted: list[int] | None):
-    """Each rank's GPU (None: all on the CPU), and the reason. available: GPUs that torch sees."""
-    if wanted:
-        if unknown := [gpu for gpu in wanted if not 0 <= gpu < available]:
-            raise ClusterError(f"--gpu-ids: there is no GPU {', '.join(map(str, unknown))}; "
-                               f"torch sees {available}.")
-        return wanted, f"NCCL, because --gpu-ids names GPUs {', '.join(map(str, wanted))}"
-    if available >= ranks:
-        return list(range(ranks)), "NCCL, because there is a GPU for each"
-    if available == 0:
-        return None, "gloo on the CPU, because torch sees no GPU"
-    return None, f"gloo on the CPU, because NCCL takes one rank per GPU and torch sees {available}"
+    def __call__(self, signum, frame) -> None:
+        self.append(signum)
 
 
 @contextlib.contextmanager
 def deferred_interrupt():
     """Collect SIGINTs in a list, so that none raises KeyboardInterrupt halfway through a message.
 
-    What is still in the list at the end is raised then.
+    What is still in the list at the end is raised then, by the outermost of several.
     """
-    interrupts: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
+    interrupts, before = Interrupts(), signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or isinstance(before, Interrupts):
         yield interrupts  # signals arrive in the main thread only
         return
-    before = signal.signal(signal.SIGINT, lambda signum, frame: interrupts.append(signum))
+    signal.signal(signal.SIGINT, interrupts)
     try:
         yield interrupts
     finally:

@@ -4,8 +4,8 @@ The kernel starts `python -m zero1_helpers.worker FD`. FD is one end of a socket
 address that anyone else could connect to. Two threads work here:
 
 - the main thread takes requests from a queue, one after the other, and runs them;
-- the listener reads the socket. So it sees at once that the kernel is gone (end of file), and it
-  can still act while the main thread sits in a collective.
+- the listener reads the socket. So it sees at once that the kernel is gone (end of file), and while
+  the main thread sits in a collective it can still say so, or end this rank.
 
 Requests are (number, kind, data), answers (number, dict). What a cell prints does not travel here:
 file descriptors 1 and 2 are a pipe to the kernel, so output of native code arrives too, in order.
@@ -18,6 +18,7 @@ import ctypes
 import faulthandler
 import inspect
 import io
+import json
 import linecache
 import os
 import pickle
@@ -27,6 +28,7 @@ import resource
 import shutil
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -38,7 +40,9 @@ import torch
 import torch.distributed as dist
 from nbdistributed.worker import DistributedWorker
 
-WHERE_AFTER = 3.0  # seconds after another rank's failure at which a busy rank says where it is
+from .doors import close_new_groups, closed_to_others
+
+LIBRARIES = ("<frozen", *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 CELL = "<cell "  # how the file names of cells begin
 
 
@@ -56,7 +60,8 @@ class Worker(DistributedWorker):
         self.kernel, self.folder = kernel, folder
         self.requests = queue.SimpleQueue()
         self.number, self.interruptible = None, False  # the running request; None: idle
-        self.displays, self.warnings = [], []
+        self.request, self.began, self.device = "", 0.0, "CPU"
+        self.displays, self.warnings = [], {}
         # Cells get a __main__ of their own: their classes pickle, and our names are not in the way.
         self.main = sys.modules["__main__"] = types.ModuleType("__main__")
         self.namespace = vars(self.main)
@@ -72,39 +77,50 @@ class Worker(DistributedWorker):
 
     def _listen(self) -> None:
         """Read the socket; leave when the kernel is gone."""
-        while True:
-            try:
-                while not self.connection.poll(1.0):
-                    if os.getppid() != self.kernel:  # a fork of the kernel can hold its end open
-                        self._leave()
-                number, kind, data = self.connection.recv()
-            except (EOFError, OSError):
-                self._leave()
-            if kind == "hurry":
-                threading.Thread(target=self._hurry, args=(number, data), daemon=True).start()
-            else:
-                self.requests.put((number, kind, data))
+        try:
+            while os.getppid() == self.kernel:  # a fork of the kernel can hold its end open
+                if self.connection.poll(1.0):
+                    self._take(*self.connection.recv())
+        finally:  # also when the other end is closed
+            self._leave()
+
+    def _take(self, number: int, kind: str, data) -> None:
+        """Answer at once what the main thread is not needed for."""
+        if kind == "look":
+            self._send(number, {"state": self._look()})
+        elif kind in ("hurry", "stop"):
+            if kind == "stop":
+                self._interrupt(number)
+            threading.Thread(target=self._hurry, args=(number, data), daemon=True).start()
+        else:
+            self.requests.put((number, kind, data))
 
     def _hurry(self, number: int, grace: float) -> None:
         """Another rank failed, or the user interrupts: `grace` seconds to come back, or end."""
-        time.sleep(min(grace, WHERE_AFTER))
+        time.sleep(grace)
+        self._interrupt(number)  # pure Python stops here, and the rank survives
+        time.sleep(0.7)
         if self.number == number:
-            self._send(number, {"where": self._where()})
-        time.sleep(max(0.0, grace - WHERE_AFTER))
-        if self.number == number:
-            os.kill(os.getpid(), signal.SIGINT)  # pure Python stops here, and the rank survives
-            time.sleep(0.7)
-        if self.number == number:
-            self._send(number, {"stuck": self._where()})
+            self._send(number, {"stuck": self._look()["where"]})
             self._leave()
 
-    def _where(self) -> str:
-        """What the main thread does now: "in all_reduce (cell 4, line 2)"."""
-        frame = innermost = sys._current_frames()[threading.main_thread().ident]
-        while frame and not frame.f_code.co_filename.startswith(CELL):
-            frame = frame.f_back
-        where = f" ({place(frame.f_code.co_filename, frame.f_lineno)})" if frame else ""
-        return f"in {innermost.f_code.co_name.replace('<module>', 'its cell')}{where}"
+    def _interrupt(self, number: int) -> None:
+        """KeyboardInterrupt in this request. To the main thread, so that what it waits for returns."""
+        if self.number == number:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def _look(self) -> dict:
+        """What the main thread does now, for %dist_status and for messages about stopped cells."""
+        unit = 1 if sys.platform == "darwin" else 1024
+        state = {"where": "idle", "device": self.device,
+                 "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+        if self.gpu_id is not None:
+            state["device"] += f" ({torch.cuda.memory_allocated() / 1e9:.2f} GB allocated)"
+        if self.number is not None:
+            frame = sys._current_frames()[threading.main_thread().ident]
+            state |= {"request": self.request, "seconds": time.monotonic() - self.began}
+            state["where"], state["stack"] = describe_stack(frame)
+        return state
 
     def _leave(self) -> None:
         """End at once, with all processes that this rank started. The cluster ends with it."""
@@ -124,7 +140,9 @@ class Worker(DistributedWorker):
             number, kind, data = self.requests.get()
             if kind == "shutdown":
                 return
-            self.displays, self.warnings, answer = [], [], {}
+            self.displays, self.warnings, answer = [], {}, {}
+            self.request = f"cell {data['cell']}" if kind == "execute" else kind
+            self.began = time.monotonic()
             self.number, self.interruptible = number, True
             try:
                 answer = getattr(self, f"_{kind}")(data) or {}
@@ -135,7 +153,7 @@ class Worker(DistributedWorker):
                 answer = {"error": describe(error)}
                 flush()
             self.number = None
-            self._send(number, answer | {"displays": self.displays, "warnings": self.warnings})
+            self._send(number, answer | {"displays": self.displays, "warnings": [*self.warnings]})
 
     def _form(self, data: dict) -> None:
         """Join the process group. data: backend ("gloo" or "nccl"), gpu_id (int or None)."""
@@ -145,13 +163,16 @@ class Worker(DistributedWorker):
             device = torch.device("cuda", self.gpu_id)
             torch.cuda.set_device(device)
             self.namespace |= dict(gpu_id=self.gpu_id, device=device)
+            self.device = f"GPU {self.gpu_id}, {torch.cuda.get_device_name(device)}"
         else:  # with fewer GPUs than ranks, CUDA is there but not used
             os.environ.setdefault("ZERO1_PRESET", "tiny")
         # A file in a private folder, because a TCPStore listens on every interface.
         store = dist.FileStore(os.path.join(self.folder, "store"), self.world_size)
-        dist.init_process_group(data["backend"], store=store, rank=self.rank,
-                                world_size=self.world_size, device_id=device)
-        dist.barrier()  # all connections are made now, or fail now
+        with closed_to_others():
+            dist.init_process_group(data["backend"], store=store, rank=self.rank,
+                                    world_size=self.world_size, device_id=device)
+            dist.barrier()  # all connections are made now, or fail now
+        close_new_groups()
 
     def _execute(self, data: dict) -> None:
         """Run a cell as Jupyter would, showing its last expression. data: code, cell (a number)."""
@@ -185,13 +206,6 @@ class Worker(DistributedWorker):
     def _sync(self, data) -> None:
         dist.barrier()
 
-    def _status(self, data) -> dict:
-        """nbdistributed's facts about the GPU, and the most bytes this process has ever had."""
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        on_gpu = self._get_status() if self.gpu_id is not None else {}  # asking wakes up a GPU
-        return {"gpu_id": None, "peak": peak} | on_gpu
-
     def _interrupted(self, signum, frame) -> None:
         if self.interruptible:  # between cells there is nothing to interrupt
             self.interruptible = False
@@ -199,7 +213,7 @@ class Worker(DistributedWorker):
 
     def _warned(self, message, category, filename, lineno, file=None, line=None) -> None:
         """Instead of warnings.showwarning: the kernel shows a warning once, not once a rank."""
-        self.warnings.append(f"{category.__name__}: {message} ({place(filename, lineno)})")
+        self.warnings[f"{category.__name__}: {message} ({place(filename, lineno)})"] = True
 
     def display(self, *objects, **options) -> None:
         """IPython's display(): prints what is only text, and sends pictures and HTML."""
@@ -230,6 +244,38 @@ def place(filename: str, line: int) -> str:
     return f"{name}, line {line}"
 
 
+def describe_stack(frame) -> tuple[str, str]:
+    """What a thread is doing: "waiting in all_reduce (cell 4, line 2)", and its own lines.
+
+    frame: its innermost. Frames of libraries are left out, and those outside the cell.
+    """
+    steps = []  # (frame, file, line), innermost first
+    while frame and frame.f_code.co_filename != __file__:
+        steps.append((frame, frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    own = [step for step in steps if not step[1].startswith(LIBRARIES)]
+    lines = [f"{place(file, line)}: {linecache.getline(file, line).strip()}" for _, file, line in own]
+    doing = steps[0][0].f_code.co_name.replace("<module>", "its cell") if steps else "the worker"
+    if collective := waits_in(steps):
+        doing = collective
+    cell = next((f" ({place(file, line)})" for _, file, line in own if file.startswith(CELL)), "")
+    return f"{'waiting ' if collective else ''}in {doing}{cell}", "\n".join(reversed(lines))
+
+
+def waits_in(steps) -> str | None:
+    """The collective that a stack waits in; None: in none."""
+    if calls := [frame for frame, file, _ in steps if file == dist.distributed_c10d.__file__]:
+        return calls[-1].f_code.co_name
+    if not steps or ".wait(" not in linecache.getline(*steps[0][1:]):
+        return None
+    try:  # an asynchronous one: torch keeps a record of those that have not finished
+        record = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, True))
+        running = [entry for entry in record["entries"] if not entry["retired"]]
+        return running[0]["profiling_name"].rpartition(":")[2]
+    except Exception:  # a private interface, which other versions of torch may lack; or none runs
+        return None
+
+
 def describe(error: BaseException) -> dict[str, str]:
     """An exception as text: name, message, place and source line in the cell, traceback."""
     report = traceback.TracebackException.from_exception(error)
@@ -240,7 +286,10 @@ def describe(error: BaseException) -> dict[str, str]:
     elif isinstance(error, SyntaxError) and (error.filename or "").startswith(CELL):
         where, source = place(error.filename, error.lineno), (error.text or "").strip()
         report.stack.clear()  # the parser's
-    message = str(error.msg) if isinstance(error, SyntaxError) else str(error)
+    try:
+        message = str(error.msg) if isinstance(error, SyntaxError) else str(error)
+    except Exception:
+        message = "its message cannot be shown, because its __str__ fails"
     return {"name": type(error).__name__, "message": message, "place": where, "source": source,
             "traceback": "".join(report.format())}
 

@@ -195,7 +195,7 @@ ddp.wait_for_gradients()
 assert_right(ddp.module)
 planned = [names_of[b.params[0]] for b in ddp.buckets]
 print("planned now, first:", ", ".join(planned[:2]), "| last:", ", ".join(planned[-2:]))
-assert sorted(planned) == sorted(arrived) and (rank > 0 or planned == arrived)
+assert rank > 0 or planned == arrived[: len(planned)], "not the order seen above"
 
 # %% [markdown]
 # Running the cell twice is harmless. We count calls of `dist.all_reduce` from outside:
