@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from zero1_helpers import training
 from zero1_helpers.ddp import SimpleDDP
-from zero1_helpers.figures import draw_all
+from zero1_helpers.gallery import draw_all
 from zero1_helpers.results import report, results_table
 from zero1_helpers.runs import find_runs, load_run
 from zero1_helpers.training import VARIANTS, Variant

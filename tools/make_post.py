@@ -29,7 +29,8 @@ from pygments.formatters import HtmlFormatter
 
 from zero1_helpers import VARIANTS
 from zero1_helpers.explorer import trace_html
-from zero1_helpers.figures import COLOURS, THEMES, draw_all
+from zero1_helpers.figures import COLOURS, THEMES
+from zero1_helpers.gallery import draw_all
 from zero1_helpers.runs import find_runs, load_run, write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -147,7 +147,7 @@ def recorded(root: Path) -> list[Path]:
 
 
 def run_figures(args) -> int:
-    from .figures import draw_all
+    from .gallery import draw_all
 
     damaged = draw_all(args.runs, args.out, args.theme, args.format.split(","), args.only, args.against,
                        jobs=os.cpu_count() or 1, progress=partial(print, flush=True))  # fmt: skip
