@@ -49,11 +49,9 @@ def test_every_line_of_the_registry_trains_as_one_process(ranks):
 
 
 def record_both(rank, world_size, folder):
-    VARIANTS[DUMMY.name] = DUMMY  # these processes are used again: take it out at the end
-    try:
+    with pytest.MonkeyPatch.context() as patch:  # these processes are used again
+        patch.setitem(VARIANTS, DUMMY.name, DUMMY)
         training.record_missing(["ddp", DUMMY.name], folder, "tiny", steps=2)
-    finally:
-        del VARIANTS[DUMMY.name]
 
 
 @pytest.fixture(scope="module")
