@@ -6,16 +6,19 @@ import json
 import re
 import shutil
 import struct
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
 from zero1_helpers import analysis, figures, gallery, runs
 from zero1_helpers.__main__ import main
 from zero1_helpers.runs import load_run
+from zero1_helpers.training import VARIANTS
 
 from .test_runs import cuda_trace, make_run
 
@@ -146,6 +149,15 @@ def test_the_peak_is_marked_where_it_is(run):
     label = f"peak {top['total'] / 1e6:.2f} MB"
     assert label in [text.get_text() for text in ax.texts]
     assert f"{top['total'] / 1e6:.2f} MB" in ONE["memory"](run).caption
+
+
+def test_names_of_many_variants_do_not_touch(run):
+    many = [replace(run, record=run.record | {"variant": name})
+            for name in (*VARIANTS, "one-collective", "flat-overlapped")]  # fmt: skip
+    fig = figures.bytes_per_rank(many)
+    FigureCanvasAgg(fig).draw()
+    boxes = [label.get_window_extent() for label in fig.axes[0].get_xticklabels()]
+    assert all(a.x1 < b.x0 for a, b in pairwise(boxes)) and min(box.y0 for box in boxes) > 25  # the setting
 
 
 def test_one_unit_in_a_figure(run):

@@ -285,7 +285,9 @@ def bytes_per_rank(runs, theme: str = "light") -> Figure:
             ax.annotate(_number(max(bars) / scale), (at[np.argmax(bars)], max(bars) / scale), (0, 5),
                         textcoords="offset points", ha="center", weight="bold",
                         bbox=_label(look))  # fmt: skip
-        ax.set_xticks(range(len(runs)), [run.variant for run in runs])
+        many = len(runs) > 6  # names side by side would touch
+        ax.set_xticks(range(len(runs)), [run.variant.replace("-", "-\n") if many else run.variant
+                                         for run in runs])  # fmt: skip
         ax.tick_params(axis="x", pad=12)
         ax.set(xlim=(-0.6, len(runs) - 0.4), ylim=(0, 1.15 * max(map(max, measured)) / scale),
                ylabel=unit)  # fmt: skip
