@@ -6,16 +6,19 @@ import json
 import re
 import shutil
 import struct
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
-from zero1_helpers import analysis, figures, runs
+from zero1_helpers import analysis, figures, gallery, runs
 from zero1_helpers.__main__ import main
 from zero1_helpers.runs import load_run
+from zero1_helpers.training import VARIANTS
 
 from .test_runs import cuda_trace, make_run
 
@@ -148,6 +151,23 @@ def test_the_peak_is_marked_where_it_is(run):
     assert f"{top['total'] / 1e6:.2f} MB" in ONE["memory"](run).caption
 
 
+def test_names_of_many_variants_do_not_touch(run):
+    many = [replace(run, record=run.record | {"variant": name})
+            for name in (*VARIANTS, "one-collective", "flat-overlapped")]  # fmt: skip
+    fig = figures.bytes_per_rank(many)
+    FigureCanvasAgg(fig).draw()
+    boxes = [label.get_window_extent() for label in fig.axes[0].get_xticklabels()]
+    assert all(a.x1 < b.x0 for a, b in pairwise(boxes)) and min(box.y0 for box in boxes) > 25  # the setting
+
+
+def test_one_unit_in_a_figure(run):
+    fig = ONE["bytes"](run)
+    (ax,) = fig.axes
+    most = max(m["opt_state"] for m in run.record["memory"])
+    assert ax.get_ylabel() == "MB" and f"{most / 1e6:.2f}" in [text.get_text() for text in ax.texts]
+    assert not any("B" in text.get_text() for text in ax.texts)
+
+
 def test_units_are_decimal():
     sizes = {1_447_292_160: "1.45 GB", 503_377_920: "503 MB", 1_048_576: "1.05 MB", 0: "0.00 MB"}
     assert {size: figures._size(size) for size in sizes} == sizes
@@ -197,7 +217,7 @@ def test_show_displays_a_small_png_with_alt_text_and_caption(run, monkeypatch):
 def drawn(root, out, *more, **options):
     """{path: bytes} of what draw_all wrote, what it said and what it returned."""
     said = []
-    damaged = figures.draw_all(root, out, *more, progress=said.append, **options)
+    damaged = gallery.draw_all(root, out, *more, progress=said.append, **options)
     files = [path for path in out.rglob("*") if path.is_file()]
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}, said, damaged
 
@@ -214,7 +234,7 @@ def test_only_format_and_theme_choose(folder, tmp_path):
     files, _, _ = drawn(folder, tmp_path, "dark", ("png",), "tiny/ddp/m*")
     assert set(files) == {"tiny/ddp/memory.dark.png", "figures.json"}
     files, _, _ = drawn(folder, tmp_path, "light", ("svg",), "tiny/zero1-overlap")
-    assert len(files) == 2 + len(figures.PER_RUN)
+    assert len(files) == 2 + len(gallery.PER_RUN)
     listed = [entry["file"] for entry in json.loads(files["figures.json"])]
     assert listed == sorted(set(files) - {"figures.json"})  # the earlier figure too: it is still there
 
@@ -233,9 +253,28 @@ def test_two_sets_of_runs_in_one_figure(folder, tmp_path):
         assert fact in entry["caption"]
     assert "ddp, step: 0.10 s, then 0.01 s" in entry["alt"]
     assert "zero1-overlap" not in entry["alt"]  # in one set only
+    assert (entry["hardware"], entry["backend"]) == ("CPU, 2 cores / 2 x GPU", "gloo / nccl")
     with pytest.raises(runs.RunError, match="no variant in common"):
         overlapped = load_run(folder / "tiny" / "zero1-overlap")
         figures.before_and_after([overlapped], [load_run(other / "big" / "ddp")])
+
+
+def test_two_sets_without_a_common_variant_are_said_and_the_rest_is_drawn(folder, tmp_path):
+    make_run(tmp_path / "gpus" / "big" / "zero1", variant="zero1")
+    files, said, damaged = drawn(folder, tmp_path / "out", "light", ("svg",), "temporal,against*",
+                                 against=tmp_path / "gpus")  # fmt: skip
+    assert said[-1] == "skipped: traces0 and gpus have no variant in common" and damaged == 1
+    listed = [entry["file"] for entry in json.loads(files["figures.json"])]
+    assert listed == ["tiny/ddp/temporal.light.svg", "tiny/zero1-overlap/temporal.light.svg"]
+
+
+def test_a_run_that_cannot_be_analysed_leaves_no_file(folder, tmp_path, monkeypatch):
+    def fail(run):
+        raise runs.RunError(f"{run.folder}: no communication")
+
+    monkeypatch.setattr(analysis, "comm_comp_overlap", fail)
+    files, _, damaged = drawn(folder, tmp_path / "out", "light", ("svg",), "temporal,overlap")
+    assert damaged == 2 and set(files) == {"figures.json"}
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -245,14 +284,14 @@ def test_two_sets_of_runs_in_one_figure(folder, tmp_path):
 ])  # fmt: skip
 def test_a_wrong_choice_gets_one_line_and_leaves_nothing(folder, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        figures.draw_all(folder, tmp_path / "out", **options)
+        gallery.draw_all(folder, tmp_path / "out", **options)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_an_output_folder_that_cannot_be_written(folder, tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(ValueError, match=r"out: cannot be written \(.*\)$"):
-        figures.draw_all(folder, tmp_path / "out")
+        gallery.draw_all(folder, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "a file"
 
 
@@ -308,7 +347,7 @@ def test_draw_all(folder, tmp_path):
     manifest = json.loads((tmp_path / "figures.json").read_text())
     written = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
     assert {entry["file"] for entry in manifest} == written - {"figures.json"}
-    assert len(written) == 2 * (2 * len(figures.PER_RUN) + len(figures.PER_PRESET)) + 1
+    assert len(written) == 2 * (2 * len(gallery.PER_RUN) + len(gallery.PER_PRESET)) + 1
     assert {"tiny/ddp", "tiny/zero1-overlap", "tiny"} == {entry["run"] for entry in manifest}
     for entry in manifest:
         assert entry["alt"] and entry["title"] and entry["hardware"] in entry["caption"]
@@ -318,4 +357,4 @@ def test_draw_all(folder, tmp_path):
              if "comparison" in e["file"]]  # fmt: skip
     assert order == [True, True]
     with pytest.raises(runs.RunError, match="no recorded run"):
-        figures.draw_all(tmp_path / "nowhere", tmp_path)
+        gallery.draw_all(tmp_path / "nowhere", tmp_path)

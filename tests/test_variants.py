@@ -1,48 +1,32 @@
 """A variant is one class and one line in a registry: parity, run, figures, pages and tables follow."""
 
 import json
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from zero1_helpers import training
-from zero1_helpers.ddp import SimpleDDP
-from zero1_helpers.figures import draw_all
+from zero1_helpers import ddp, training
+from zero1_helpers.gallery import draw_all
 from zero1_helpers.results import report, results_table
 from zero1_helpers.runs import find_runs, load_run
-from zero1_helpers.training import VARIANTS, Variant
+from zero1_helpers.training import VARIANTS
 
 from .models import MLP, data, loss_of, make
 from .test_parity import bits_differ, max_difference
 
-# The guide in CONTRIBUTING.md, followed: a class ...
+# The guide in CONTRIBUTING.md, to the letter: its class where `ddp` is, its line where `training` is.
+GUIDE = Path(__file__).parent.with_name("CONTRIBUTING.md").read_text(encoding="utf-8")
+CLASS, LINE = (textwrap.dedent(text) for text in re.findall(r"^ *```python\n(.*?)^ *```", GUIDE, re.M | re.S))
+exec(CLASS, added := dict(vars(ddp)))
+DUMMY = eval(LINE.strip().rstrip(","), {**vars(training), "OneCollectiveDDP": added["OneCollectiveDDP"]})
 
 
-class OneCollectiveDDP(SimpleDDP):
-    """All gradients in one collective, after backward. For gradients of one dtype, all of them there."""
-
-    def sync_gradients(self):
-        grads = [p.grad for p in self.module.parameters()]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
-
-
-def one_collective(model, lr, bucket_cap_mb):
-    return OneCollectiveDDP(model), training.adam(model, lr)
-
-
-# ... and a line.
-DUMMY = Variant("one-collective", "DDP in one collective", one_collective, training.sync_step)
-
-
-def equal_to_one_process(rank, world_size, variants, steps=4):
+def equal_to_one_process(rank, world_size, steps=4):
     """{name: largest difference of any parameter} after some steps of Adam, in float64."""
     found = {}
-    for variant in variants:
+    for variant in [*VARIANTS.values(), DUMMY]:
         reference, model = make(MLP), make(MLP)
         reference_optimizer = training.adam(reference, 0.01)
         wrapped, optimizer = variant.build(model, 0.01, 300 / 2**20)
@@ -59,17 +43,15 @@ def equal_to_one_process(rank, world_size, variants, steps=4):
 
 
 def test_every_line_of_the_registry_trains_as_one_process(ranks):
-    for found in ranks(equal_to_one_process, 3, [*VARIANTS.values(), DUMMY]):
+    for found in ranks(equal_to_one_process, 3):
         assert set(found) == {*VARIANTS, DUMMY.name}
         assert max(found.values()) < 1e-9, found
 
 
 def record_both(rank, world_size, folder):
-    VARIANTS[DUMMY.name] = DUMMY  # these processes are used again: take it out at the end
-    try:
+    with pytest.MonkeyPatch.context() as patch:  # these processes are used again
+        patch.setitem(VARIANTS, DUMMY.name, DUMMY)
         training.record_missing(["ddp", DUMMY.name], folder, "tiny", steps=2)
-    finally:
-        del VARIANTS[DUMMY.name]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import argparse
 import base64
 import html
 import io
+import json
 import os
 import re
 import shutil
@@ -29,7 +30,8 @@ from pygments.formatters import HtmlFormatter
 
 from zero1_helpers import VARIANTS
 from zero1_helpers.explorer import trace_html
-from zero1_helpers.figures import COLOURS, THEMES, draw_all
+from zero1_helpers.figures import COLOURS, THEMES
+from zero1_helpers.gallery import draw_all
 from zero1_helpers.runs import find_runs, load_run, write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,19 +178,15 @@ def explorers(runs, variants, out: Path) -> str:
 def comparisons(out: Path, presets) -> str:
     """The figure of all variants, for each preset, in the reader's theme."""
     parts = []
+    listed = {entry["file"]: entry for entry in json.loads((out / "figures" / "figures.json").read_text())}
     for preset in presets:
-        stem = f"figures/{preset}/comparison"
-        alt = re.search(
-            r"<dc:description>(.*?)</dc:description>",
-            (out / f"{stem}.light.svg").read_text(),
-            re.DOTALL,
-        )[1]
+        stem, entry = f"figures/{preset}/comparison", listed[f"{preset}/comparison.light.svg"]
         parts.append(
             '<figure><div class="scroll"><picture>'
             f'<source media="(prefers-color-scheme: dark)" srcset="{stem}.dark.svg">'
-            f'<img src="{stem}.light.svg" width="936" alt="{html.escape(html.unescape(alt))}">'
+            f'<img src="{stem}.light.svg" width="936" alt="{html.escape(entry["alt"])}">'
             "</picture></div>"
-            f"<figcaption>All variants, {html.escape(preset)}.</figcaption></figure>"
+            f"<figcaption>All variants. {html.escape(entry['caption'])}</figcaption></figure>"
         )
     return "\n".join(parts)
 

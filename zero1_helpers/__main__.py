@@ -17,7 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args) or 0
     except (ValueError, OSError) as error:
-        print(f"zero1 {args.command}: {error}", file=sys.stderr)
+        strange = isinstance(error, OSError) and error.filename
+        said = f"{error.filename}: {error.strerror}" if strange else error
+        print(f"zero1 {args.command}: {said}", file=sys.stderr)
         return 2
 
 
@@ -160,7 +162,7 @@ def recorded(root: Path) -> list[Path]:
 
 
 def run_figures(args) -> int:
-    from .figures import draw_all
+    from .gallery import draw_all
 
     damaged = draw_all(args.runs, args.out, args.theme, args.format.split(","), args.only, args.against,
                        jobs=os.cpu_count() or 1, progress=partial(print, flush=True))  # fmt: skip
@@ -187,14 +189,21 @@ def run_view(args) -> int:
 
 def run_export_trace(args) -> int:
     from .explorer import trace_html
-    from .runs import load_run, write_atomic
+    from .runs import RunError, load_run, write_atomic
 
+    damaged = 0
     for folder in recorded(args.folder):
         preset, name = folder.resolve().parts[-2:]
         path = args.out / preset / name / "trace.html"
-        write_atomic(path, trace_html(load_run(folder)).encode())
+        try:
+            page = trace_html(load_run(folder))
+        except RunError as error:
+            damaged += 1
+            print(f"zero1 export-trace: skipped: {error}", file=sys.stderr, flush=True)
+            continue
+        write_atomic(path, page.encode())
         print(path, flush=True)
-    return 0
+    return bool(damaged)
 
 
 def run_plan(args) -> int:

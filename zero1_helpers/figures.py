@@ -3,20 +3,13 @@
 Every function takes a run (or a list of runs) and `theme="light"` or `"dark"`, and returns a
 matplotlib Figure with three attributes of its own: `.title`, `.caption` (what is shown, then
 hardware, ranks, backend, link, date) and `.alt_text`. Units are decimal: 1 MB = 1e6 bytes.
-`save` writes files, `show` displays in a notebook, `draw_all` does everything in a folder.
+`save` writes files, `show` displays in a notebook; `gallery` draws all of them in a folder.
 """
 
 import base64
 import io
-import json
 import re
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from fnmatch import fnmatch
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import matplotlib as mpl
@@ -26,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from . import analysis, explorer
-from .runs import STATES, Run, RunError, find_runs, load_run, write_atomic
+from . import analysis
+from .runs import STATES, Run, RunError, write_atomic
 from .training import VARIANTS
 
 WIDTH = 7.2  # inches, whatever the figure: one blog column
@@ -289,9 +282,12 @@ def bytes_per_rank(runs, theme: str = "light") -> Figure:
             for rank, place in enumerate(at if len(runs) * len(bars) <= 32 else ()):
                 ax.annotate(str(rank), (place, 0), (0, -3), textcoords="offset points",
                             ha="center", va="top", color=look["muted"], size=7)  # fmt: skip
-            ax.annotate(_size(max(bars)), (at[np.argmax(bars)], max(bars) / scale), (0, 4),
-                        textcoords="offset points", ha="center", weight="bold")  # fmt: skip
-        ax.set_xticks(range(len(runs)), [run.variant for run in runs])
+            ax.annotate(_number(max(bars) / scale), (at[np.argmax(bars)], max(bars) / scale), (0, 5),
+                        textcoords="offset points", ha="center", weight="bold",
+                        bbox=_label(look))  # fmt: skip
+        many = len(runs) > 6  # names side by side would touch
+        ax.set_xticks(range(len(runs)), [run.variant.replace("-", "-\n") if many else run.variant
+                                         for run in runs])  # fmt: skip
         ax.tick_params(axis="x", pad=12)
         ax.set(xlim=(-0.6, len(runs) - 0.4), ylim=(0, 1.15 * max(map(max, measured)) / scale),
                ylabel=unit)  # fmt: skip
@@ -429,9 +425,14 @@ def _mark_peak(ax, x: float, y: float, unit: str, look: dict):
     ax.axhline(y, color=look["ink"], linewidth=0.8, linestyle=(0, (4, 3)))
     ax.plot([x], [y], "o", color=look["ink"], markersize=4.5, clip_on=False)
     right = x > np.mean(ax.get_xlim())
-    ax.annotate(f"peak {_number(y)} {unit}", (x, y), (-6 if right else 6, 4), weight="bold",
-                textcoords="offset points", ha="right" if right else "left",
-                color=look["ink"])  # fmt: skip
+    ax.annotate(f"peak {_number(y)} {unit}", (x, y), (-7 if right else 7, 5), weight="bold",
+                textcoords="offset points", ha="right" if right else "left", color=look["ink"],
+                bbox=_label(look))  # fmt: skip
+
+
+def _label(look: dict) -> dict:
+    """Paper below a label, so that no line goes through it."""
+    return {"facecolor": look["paper"], "edgecolor": "none", "pad": 0.8}
 
 
 def _draw_steps(ax, run: Run, rank: int, look: dict):
@@ -541,159 +542,3 @@ def show(fig: Figure) -> None:
     display({"image/png": picture, "text/plain": fig.alt_text}, raw=True,
             metadata={"image/png": {"alt": fig.alt_text, "width": int(WIDTH * 100)}})  # fmt: skip
     display({"text/markdown": f"*{fig.caption}*", "text/plain": fig.caption}, raw=True)
-
-
-PER_RUN = {
-    "memory": memory_timeline, "temporal": temporal_breakdown, "overlap": overlap,
-    "kernels": kernel_breakdown,
-    "schedule": lambda run, theme: schedule_diagram(run, 0, min(2, run.record["steps"] - 1), theme),
-}  # fmt: skip
-PER_PRESET = {"bytes_per_rank": bytes_per_rank, "comparison": comparison}
-FORMATS = ("svg", "png", "html")
-
-
-@dataclass(frozen=True)
-class Order:
-    """What is to be drawn, and where to."""
-
-    out: Path
-    themes: tuple = tuple(THEMES)
-    formats: tuple = FORMATS
-    only: str = "*"
-
-    def wants(self, name: str, kind: str) -> bool:
-        """Whether `only` (globs and commas) has the figure's path, or its kind, its preset or its run."""
-        names = (f"{name}/{kind}", kind, name, name.split("/")[0])
-        return any(fnmatch(text, glob) for text in names for glob in self.only.split(","))
-
-    def needs(self, name: str) -> bool:
-        """Whether a run is in any figure that is wanted."""
-        groups = ((name, PER_RUN), (name.split("/")[0], (*PER_PRESET, "timelines")))
-        return any(self.wants(group, kind) for group, kinds in groups for kind in kinds)
-
-    def save(self, name: str, kind: str, draw: Callable, run: Run) -> list[dict]:
-        """Draw in each theme and save; the entries for figures.json."""
-        formats = [form for form in self.formats if form != "html"]
-        if not formats or not self.wants(name, kind):
-            return []
-        figures = [(theme, draw(theme=theme)) for theme in self.themes]
-        return [_entry(path.relative_to(self.out), fig.title, fig.caption, fig.alt_text, name, run, theme)
-                for theme, fig in figures
-                for path in save(fig, self.out / name / f"{kind}.{theme}", formats)]  # fmt: skip
-
-
-def draw_all(root, out, theme: str = "both", formats=FORMATS, only: str = "*", against=None,
-             jobs: int = 1, progress=print) -> int:  # fmt: skip
-    """Draw every figure of every run into the folder `out`, and list them in figures.json.
-
-    `root` is a folder with runs below it, or a list of runs' folders; `against` another such folder,
-    to be compared with. A damaged or unfinished run is named and left out. Returns how many were: 0
-    means that all went well.
-    """
-    if theme not in (*THEMES, "both"):
-        raise ValueError(f"theme must be one of {', '.join(THEMES)}, both, not {theme!r}")
-    if strange := set(formats) - set(FORMATS):
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {', '.join(strange)}")
-    order = Order(Path(out), tuple(THEMES) if theme == "both" else (theme,), tuple(formats), only)
-    others = _folders(against) if against else []
-    folders = [folder for folder in _folders(root) if against or order.needs(_name(folder))]
-    if not folders:
-        raise ValueError(f"no figure is called {only!r}")
-    count = len(folders)
-    try:
-        write_atomic(order.out / ".writable", b"")
-        (order.out / ".writable").unlink()
-    except OSError as error:
-        raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
-    damaged, manifest, groups = 0, [], ({}, {})
-    for number, (folder, result) in enumerate(_each([*folders, *others], order, count, jobs)):
-        name = _name(folder)
-        progress(f"[{number + 1}/{count + len(others)}] {name}")
-        if isinstance(result, str):
-            damaged += 1
-            progress(f"skipped: {result}")
-            continue
-        entries, run = result
-        manifest += entries
-        groups[number >= count].setdefault(name.split("/")[0], []).append(run)
-    stack = {name: COLOURS[name] for name in STACK}
-    for preset, runs in groups[0].items():
-        for kind, function in PER_PRESET.items():
-            manifest += order.save(preset, kind, partial(function, runs), runs[0])
-        if "html" in order.formats and order.wants(preset, "timelines"):
-            page, path = explorer.timelines_html(runs, stack), Path(preset, "timelines.html")
-            write_atomic(order.out / path, page.encode())
-            manifest.append(_entry(path, f"Memory timelines: {preset}", runs[0].setting,
-                                   "Interactive memory timelines of all variants and ranks.",
-                                   preset, runs[0], "both"))  # fmt: skip
-    names = [Path(folder).resolve().name for folder in (root, against) if against]
-    if len(set(names)) == 1:
-        names = [_name(Path(folder)) for folder in (root, against)]
-    for mine, theirs in _pairs(*groups):
-        draw = partial(before_and_after, groups[0][mine], groups[1][theirs], names)
-        manifest += order.save(mine, f"against_{theirs}", draw, groups[0][mine][0])
-    _write_manifest(order.out, manifest)
-    return damaged
-
-
-def _folders(root) -> list[Path]:
-    """Folders of runs, unfinished ones too: these are named when they are read."""
-    if not isinstance(root, str | Path):
-        return [Path(folder) for folder in root]
-    unfinished = {path.parent for path in Path(root).rglob("*.rank*.gz")}
-    if not (folders := sorted({*find_runs(root), *unfinished})):
-        raise RunError(f"{root}: no recorded run (run.json) in it; make some with `zero1 record`")
-    return folders
-
-
-def _name(folder: Path) -> str:
-    return "/".join(folder.resolve().parts[-2:])
-
-
-def _each(folders, order: Order, count: int, jobs: int):
-    """(folder, what `_draw_run` says of it), in order, from `jobs` processes; the first `count` are drawn."""
-    tasks = [(folder, order if i < count else None) for i, folder in enumerate(folders)]
-    if min(jobs, len(tasks)) < 2:
-        yield from ((folder, _draw_run(folder, order)) for folder, order in tasks)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = [(task[0], pool.submit(_draw_run, *task)) for task in tasks]
-        yield from ((folder, future.result()) for folder, future in futures)
-
-
-def _draw_run(folder: Path, order: Order | None):
-    """Draw one run. (entries, the run as small as the figures of several runs need it), or what is wrong."""
-    entries, name = [], _name(folder)
-    try:
-        run = load_run(folder)
-        for kind, function in PER_RUN.items() if order else ():
-            entries += order.save(name, kind, partial(function, run), run)
-        for frame in (analysis.temporal_breakdown, analysis.comm_comp_overlap, analysis.fullest,
-                      analysis.timelines):  # fmt: skip
-            frame(run)
-    except ValueError as error:
-        return str(error)
-    run.frames.pop("hta", None)
-    return entries, replace(run, traces={}, memories={})
-
-
-def _pairs(mine: dict, theirs: dict) -> list[tuple[str, str]]:
-    """Which presets of two sets to compare: those of one name, or else all with all."""
-    same = [(name, name) for name in mine if name in theirs]
-    return same or [(a, b) for a in mine for b in theirs]
-
-
-def _entry(path: Path, title, caption, alt, name, run: Run, theme) -> dict:
-    about = {key: run.record[key] for key in ("hardware", "backend", "world_size", "link", "date")}
-    return {"file": path.as_posix(), "title": title, "caption": caption, "alt": alt, "run": name,
-            "theme": theme, **about}  # fmt: skip
-
-
-def _write_manifest(out: Path, entries: list[dict]):
-    """figures.json: these entries, and earlier ones whose files are still there."""
-    path = out / "figures.json"
-    known = {entry["file"]: entry for entry in json.loads(path.read_text())} if path.exists() else {}
-    known = {file: entry for file, entry in known.items() if (out / file).exists()}
-    known |= {entry["file"]: entry for entry in entries}
-    entries = [known[file] for file in sorted(known)]
-    write_atomic(path, json.dumps(entries, indent=1, ensure_ascii=False).encode() + b"\n")
