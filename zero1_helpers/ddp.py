@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .partition import in_buckets
 from .phases import announce, phase
 
 _wrapper_of = weakref.WeakKeyDictionary()  # model -> weak reference to the wrapper around it
@@ -127,10 +128,19 @@ class SimpleDDPAsync(SimpleDDP):
 
     def __init__(self, model: nn.Module, **kwargs):
         super().__init__(model, **kwargs)
-        self.buckets = plan_buckets(list(self._names), self.bucket_cap_mb * 1024 * 1024)
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names]
+        self.buckets, self._bucket_of, self._hooks = [], {}, []
+        self._watch(self._plan())
         self._begin_step()
+
+    def _plan(self) -> list["Bucket"]:
+        return plan_buckets(list(self._names), self.bucket_cap_mb * 1024 * 1024)
+
+    def _watch(self, buckets: Sequence["Bucket"]) -> None:
+        self.buckets += buckets
+        for bucket in buckets:
+            for p in bucket.params:
+                self._bucket_of[p] = bucket
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._on_gradient))
 
     def _begin_step(self) -> None:
         self._open = False  # has a forward or a gradient begun a step that nobody has finished?
@@ -272,18 +282,11 @@ class Bucket:
 
 
 def plan_buckets(params: Sequence[Tensor], cap_bytes: float) -> list[Bucket]:
-    """Fill buckets in reverse order of registration; one is closed once it holds `cap_bytes` or more.
-
-    One dtype and device a bucket: torch.cat would promote bf16 to fp32. The plan depends on shapes
-    alone, so all ranks make the same one.
-    """
-    filling, closed = {}, []
-    for p in reversed(params):
-        kind = (p.dtype, p.device)
-        filling.setdefault(kind, []).append(p)
-        if sum(q.numel() * q.element_size() for q in filling[kind]) >= cap_bytes:
-            closed.append(filling.pop(kind))
-    return [Bucket(i, group) for i, group in enumerate([*closed, *filling.values()])]
+    """The buckets of `partition.in_buckets`, about `cap_bytes` each, the last registered parameter first."""
+    return [
+        Bucket(i, [params[j] for j in group])
+        for i, group in enumerate(in_buckets(params, cap_bytes))
+    ]
 
 
 def dense(grad: Tensor, name: str) -> Tensor:

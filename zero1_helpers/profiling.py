@@ -152,8 +152,7 @@ class RunProfiler:
             partition = getattr(self.optimizer, "partition", None)
             predicted = [
                 {"params": r.params, "grads": r.grads, "opt_state": r.opt_state}
-                for r in predict(self.model, getattr(self.optimizer, "optimizer", self.optimizer),
-                                 dist.get_world_size(), partition)
+                for r in predict(self.model, self.optimizer, dist.get_world_size(), partition)
             ]  # fmt: skip
         return {
             "variant": self.folder.name, "title": self.folder.name, "preset": "none", "seed": COMMON_SEED,

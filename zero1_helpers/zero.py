@@ -7,7 +7,7 @@ parameter updates it, and the others receive the result.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -255,12 +255,17 @@ class Broadcast:
         self.flat = self.work = None
 
 
-@contextmanager
 def only(optimizer: torch.optim.Optimizer, params: Collection[Tensor]):
     """Show an optimizer these parameters and no others, each still in its own group."""
+    return instead(optimizer, {p: p for p in params})
+
+
+@contextmanager
+def instead(optimizer: torch.optim.Optimizer, pieces: Mapping[Tensor, Tensor]):
+    """Show an optimizer pieces[p] in place of each parameter p, in p's group, and nothing else."""
     everything = [group["params"] for group in optimizer.param_groups]
     for group, all_params in zip(optimizer.param_groups, everything, strict=True):
-        group["params"] = [p for p in all_params if p in params]
+        group["params"] = [pieces[p] for p in all_params if p in pieces]
     try:
         yield
     finally:
