@@ -185,7 +185,7 @@ class Variant:
 
 VARIANTS = ["ddp", "zero1", "balanced", "sharded", "async", "bucket",
             "overlap", "overlap-lag0", "overlap-lag4", "overlap-after",
-            "flat", "flat-lag0", "flat-lazy", "flat-after"]  # fmt: skip
+            "flat", "flat-lazy", "flat-after"]  # fmt: skip
 
 
 def make(model_cls):

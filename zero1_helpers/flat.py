@@ -46,7 +46,8 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
     SimpleDDPBucketAsync runs unchanged. With `step_in_backward=False` all steps are made by
     `optimizer.step()`: for clipping by the global norm, for GradScaler, and for a model in which
     backward reads a parameter whose own gradient is complete (autograd raises otherwise).
-    With `lazy_gather=True` a step ends before its parameters have arrived; see `Arriving`.
+    With `lazy_gather=True` the all-gathers start when all is stepped, in the order in which forward
+    needs them, and run behind the next forward; what reads a parameter waits for it, see `Arriving`.
     """
 
     def __init__(self, model, zero1_optimizer: "FlatShardedOptimizer", *, lag: int = 1,
@@ -73,8 +74,8 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
         return self.zero1_optimizer.buckets
 
     def forward(self, *args, **kwargs):
-        if any(bucket.mine is not None for bucket in self.buckets) or (
-            not self.lazy_gather and any(bucket.gather for bucket in self.buckets)
+        if any(
+            b.mine is not None or b.is_ahead or (b.gather and not self.lazy_gather) for b in self.buckets
         ):
             raise RuntimeError("forward before the parameters have arrived; call step() of the optimizer, "
                                "or wait_for_broadcasts() first")  # fmt: skip
@@ -103,15 +104,30 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
                 self._num_finished += 1
                 bucket.receive_gradients(self.world_size)
             if self.step_in_backward:
-                self.zero1_optimizer.step_bucket(bucket)
+                self._step(bucket)
+
+    def _step(self, bucket: "FlatBucket") -> None:
+        self.zero1_optimizer.step_bucket(bucket)
+        if not self.lazy_gather:
+            self.zero1_optimizer.gather_bucket(bucket)
+
+    @torch.no_grad()
+    def step_remaining(self) -> None:
+        """Step what has been reduced and not been stepped."""
+        with on_stream(self._side_stream):
+            for bucket in self.buckets:
+                if bucket.mine is not None:
+                    self._step(bucket)
 
     @torch.no_grad()
     def wait_for_broadcasts(self) -> None:
         """Afterwards the parameters are equal on all ranks, or guarded until they are."""
         with on_stream(self._side_stream), phase("receive"):
             if self.lazy_gather:
-                for bucket in self.buckets:
-                    bucket.guard()
+                for bucket in reversed(self.buckets):
+                    if bucket.is_ahead:
+                        self.zero1_optimizer.gather_bucket(bucket)
+                        bucket.guard()
             else:
                 self.zero1_optimizer.receive()
         if self._side_stream is not None and not self.lazy_gather:
@@ -127,11 +143,12 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
 class FlatShardedOptimizer(torch.optim.Optimizer):
     """Shards an optimizer by elements: this rank steps its slice of every flat bucket.
 
-    One step of a bucket (`step_bucket`)::
+    One step of a bucket::
 
-        step      the optimizer sees, in place of each parameter, the piece of it in this rank's slice
-        free      the gradients of the pieces are dropped
-        gather    one asynchronous all-gather of all slices, in place
+        step_bucket     the optimizer sees, in place of each parameter, the piece of it in this rank's
+                        slice; then the gradients are dropped
+        gather_bucket   one asynchronous all-gather of all slices, in place
+        receive         wait for it
 
     From here on each parameter is a view of its bucket's flat `weights`. Pieces are parameters of their
     own, 1-D, so each keeps its group's settings and its own state and count of steps: one bucket may
@@ -197,6 +214,8 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
             with instead(self.optimizer, bucket.pieces_with_grad()):
                 self.optimizer.step()
             bucket.free_gradients()
+
+    def gather_bucket(self, bucket: "FlatBucket") -> None:
         with phase("gather", bucket.index):
             bucket.send_parameters(self.process_group)
 
@@ -210,9 +229,7 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
         if self.wrapper is None:
             raise RuntimeError("gradients come from SimpleDDPReduceScatter(model, optimizer); wrap the model")
         self.wrapper.wait_for_gradients()
-        for bucket in self.buckets:
-            if bucket.mine is not None:
-                self.step_bucket(bucket)
+        self.wrapper.step_remaining()
         self.wrapper.wait_for_broadcasts()
         return loss
 
@@ -260,7 +277,8 @@ class FlatBucket:
     grads: Tensor | None = None
     mine: Tensor | None = None
     work: dist.Work | None = None  # the reduce-scatter
-    gather: dist.Work | None = None
+    is_ahead: bool = False  # this rank's slice is stepped, and the others do not know
+    gather: dist.Work | None = None  # the all-gather
 
     @classmethod
     def of(cls, params: list[Tensor], index: int, rank: int, world_size: int) -> "FlatBucket":
@@ -345,12 +363,13 @@ class FlatBucket:
     def free_gradients(self) -> None:
         for piece in self.pieces.values():
             piece.grad = None
-        self.mine = None
+        self.mine, self.is_ahead = None, True
+        torch.autograd.graph.increment_version(self.params)  # backward that still needs the old ones raises
 
     # Parameters
 
     def send_parameters(self, process_group) -> None:
-        torch.autograd.graph.increment_version(self.params)  # if backward still needs the old ones, it raises
+        self.is_ahead = False
         self.gather = all_gather(self.weights, self.weights[self.slice], group=process_group, async_op=True)
 
     def receive_parameters(self) -> None:
@@ -364,8 +383,6 @@ class FlatBucket:
 
     def guard(self) -> None:
         """Whatever reads one of these parameters waits for them, from here on."""
-        if self.gather is None:
-            return
         if any(type(p) not in (nn.Parameter, Arriving) for p in self.params):
             return self.receive_parameters()  # of a class of its own: cannot be guarded
         for p in self.params:
