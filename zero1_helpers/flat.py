@@ -4,7 +4,8 @@ All-reduce is a reduce-scatter and an all-gather. `zero` sends all gradients to 
 new parameters by a broadcast: 3Ψ. But a rank needs only the gradients of what it steps, and between
 the two halves of an all-reduce there is room for the step. So here, for each bucket::
 
-    backward ─ collect ─► grads (n,) ─ reduce-scatter ─► mine (n / world_size,) ─ step ─► all-gather ─► weights (n,)
+    backward ─ collect ─► grads (n,) ─ reduce-scatter ─► mine (n / world_size,)
+    mine ─ step ─► this rank's slice of weights ─ all-gather ─► weights (n,)
 
 and there is nothing left to broadcast. A bucket is one flat tensor, cut in world_size equal slices, and
 every rank owns a slice of every bucket: shards are equal whatever the shapes. After DeepSpeed's ZeRO-1
@@ -190,8 +191,8 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
     def _plan_new_parameters(self) -> list["FlatBucket"]:
         planned = {p for bucket in self.buckets for p in bucket.params}
         new = [p for p in self.params if p.requires_grad and p not in planned]
-        if len({p.device for p in new}) > 1:
-            raise ValueError(f"parameters are on several devices: {', '.join(sorted({str(p.device) for p in new}))}")
+        if len(devices := {str(p.device) for p in self.params}) > 1:
+            raise ValueError(f"parameters are on several devices: {', '.join(sorted(devices))}")
         made = [
             FlatBucket.of([new[i] for i in group], len(self.buckets) + k, self.rank, self.world_size)
             for k, group in enumerate(self.partition.buckets(new))
@@ -251,6 +252,25 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
             "puts it together on one rank"
         )
 
+    @torch.no_grad()
+    def load_state_dict(self, state_dict) -> None:
+        """Take the state of a whole optimizer, on every rank; what is kept is the state of this rank's pieces."""
+        kernels = [{k: g[k] for k in ("fused", "foreach") if k in g} for g in self.param_groups]
+        self.optimizer.load_state_dict(state_dict | {"state": {}})
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        for group, kernel in zip(self.param_groups, kernels, strict=True):
+            group.update(kernel)
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        entries = {p: state_dict["state"].get(i, {}) for i, p in zip(ids, self.params, strict=True)}
+        for bucket in self.buckets:
+            for p, piece in bucket.pieces.items():
+                if entries.get(p):
+                    self.state[piece] = {k: bucket.cut(p, v) for k, v in entries[p].items()}
+
+    def strides(self, p: Tensor) -> tuple[int, ...]:
+        """Those of the view that p is of its bucket."""
+        return next(bucket.views[p][1] for bucket in self.buckets if p in bucket.views)
+
 
 @dataclass(eq=False)
 class FlatBucket:
@@ -302,6 +322,17 @@ class FlatBucket:
     @property
     def is_full(self) -> bool:
         return len(self.ready) == len(self.params)
+
+    def cut(self, p: Tensor, value):
+        """This rank's part of what is one number per element of p; a copy of anything else."""
+        if not isinstance(value, Tensor) or value.shape != p.shape or value.dim() == 0:
+            return value.clone() if isinstance(value, Tensor) else value
+        size, stride, offset = self.views[p]
+        if value.stride() != stride:
+            value = torch.empty_strided(size, stride, dtype=value.dtype).copy_(value)
+        start = self.slice.start + self.piece_offsets[p] - offset
+        piece = value.as_strided((p.numel(),), (1,), value.storage_offset())
+        return piece[start : start + self.pieces[p].numel()].to(self.weights.device, p.dtype, copy=True)
 
     # Gradients
 
@@ -461,7 +492,7 @@ def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], kwargs: dict) 
         if torch.allclose(whole.flatten(), torch.cat(halves)):
             return
     except Exception as error:
-        raise ValueError(f"{optimizer_cls.__name__} cannot step flat pieces of parameters: {error}") from error
+        raise ValueError(f"{optimizer_cls.__name__} cannot step pieces of parameters: {error}") from error
     raise ValueError(
         f"{optimizer_cls.__name__} does not work element by element, so pieces of a parameter cannot be "
         "stepped apart; use ZeROOne, which shards whole parameters"

@@ -48,7 +48,9 @@ def by_bytes(params: Sequence[Tensor], world_size: int) -> list[int]:
     return owners
 
 
-def in_buckets(params: Sequence[Tensor], cap_bytes: float, first_cap_bytes: float | None = None) -> list[list[int]]:
+def in_buckets(
+    params: Sequence[Tensor], cap_bytes: float, first_cap_bytes: float | None = None
+) -> list[list[int]]:
     """Indices of the tensors that travel together, bucket by bucket, in reverse order of registration.
 
     That is about the order in which backward makes their gradients. A bucket is closed once it holds

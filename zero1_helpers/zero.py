@@ -97,7 +97,10 @@ class ZeROOne(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict) -> None:
         """Take a whole optimizer's state, or this rank's shard; what others own is dropped."""
-        self.optimizer.load_state_dict(state_dict)
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        mine = {i for i, p in zip(ids, self.params, strict=False) if self.is_mine(p)}
+        state = {i: entry for i, entry in state_dict["state"].items() if i in mine}
+        self.optimizer.load_state_dict(state_dict | {"state": state})  # copies what it is given
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         self._drop_others_state()
 
