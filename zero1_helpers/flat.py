@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .ddp import SimpleDDPBucket, dense
+from .memory_math import is_counter
 from .partition import Flat, pieces_of, slice_width
 from .phases import announce, phase
 from .zero import instead, on_stream
@@ -254,7 +255,7 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict) -> None:
-        """Take the state of a whole optimizer, on every rank; what is kept is the state of this rank's pieces."""
+        """Take a whole optimizer's state, on every rank; each keeps that of its own pieces."""
         kernels = [{k: g[k] for k in ("fused", "foreach") if k in g} for g in self.param_groups]
         self.optimizer.load_state_dict(state_dict | {"state": {}})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
@@ -265,7 +266,7 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             for p, piece in bucket.pieces.items():
                 if entries.get(p):
-                    self.state[piece] = {k: bucket.cut(p, v) for k, v in entries[p].items()}
+                    self.state[piece] = {k: bucket.cut(p, k, v) for k, v in entries[p].items()}
 
     def strides(self, p: Tensor) -> tuple[int, ...]:
         """Those of the view that p is of its bucket."""
@@ -323,9 +324,9 @@ class FlatBucket:
     def is_full(self) -> bool:
         return len(self.ready) == len(self.params)
 
-    def cut(self, p: Tensor, value):
+    def cut(self, p: Tensor, key: str, value):
         """This rank's part of what is one number per element of p; a copy of anything else."""
-        if not isinstance(value, Tensor) or value.shape != p.shape or value.dim() == 0:
+        if is_counter(key) or not isinstance(value, Tensor) or value.shape != p.shape:
             return value.clone() if isinstance(value, Tensor) else value
         size, stride, offset = self.views[p]
         if value.stride() != stride:
