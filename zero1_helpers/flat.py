@@ -79,8 +79,10 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
         if any(
             b.mine is not None or b.is_ahead or (b.gather and not self.lazy_gather) for b in self.buckets
         ):
-            raise RuntimeError("forward before the parameters have arrived; call step() of the optimizer, "
-                               "or wait_for_broadcasts() first")  # fmt: skip
+            raise RuntimeError(
+                "forward before the parameters have arrived; call wait_for_broadcasts() first, "
+                "or the optimizer's step()"
+            )
         if self.lazy_gather and is_compiled(self.module):
             self.zero1_optimizer.receive()  # compiled code reads weights without asking
         return super().forward(*args, **kwargs)

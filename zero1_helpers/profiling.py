@@ -109,7 +109,6 @@ class RunProfiler:
             "world_size": world_size,
         }
         events = trace["traceEvents"]
-        name_reduce_scatters(events)
         base = min(
             gather(min(e["ts"] for e in events if e.get("ph") == "X"))
         )  # one clock for all ranks
@@ -170,7 +169,9 @@ def read_trace(profiler: torch.profiler.profile) -> dict:
         path = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(path)
         with open(path, encoding="utf-8", errors="replace") as f:
-            return json.load(f)
+            trace = json.load(f)
+    name_reduce_scatters(trace["traceEvents"])
+    return trace
 
 
 def gather(value) -> list:
