@@ -68,7 +68,9 @@ def sent(rank, world_size, model_cls):
     with pytest.MonkeyPatch.context() as patch:
         for module, op, whole in ((flat, "reduce_scatter", 1), (flat, "all_gather", 0),
                                   (dist, "all_reduce", 0), (dist, "broadcast", 0)):  # fmt: skip
-            def note(*tensors, op=op, whole=whole, real=getattr(module, op), **kwargs):
+            real = getattr(module, op)
+
+            def note(*tensors, op=op, whole=whole, real=real, **kwargs):
                 issued.append((op, nbytes([tensors[whole]])))
                 return real(*tensors, **kwargs)
 
@@ -130,7 +132,7 @@ def test_state_is_an_equal_part_as_predicted(ranks, world_size):
 
 def dead(rank, world_size):
     """A gradient that is all -0.0 is a gradient: weight decay moves its parameter, and a count goes up."""
-    model = nn.ModuleDict({"used": nn.Linear(6, 3), "dead": nn.Linear(6, 3), "unused": nn.Linear(6, 3)}).double()
+    model = nn.ModuleDict({name: nn.Linear(6, 3) for name in ("used", "dead", "unused")}).double()
     model.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
     wrapped, optimizer = pair(model, cap=1, lr=0.1)
     loss = model["used"](torch.ones(2, 6).double()).sum()
@@ -176,7 +178,7 @@ class ReadsElsewhere(nn.Module):
 
     def forward(self, x):
         scores = F.linear(torch.tanh(self.first(x)), self.table.weight)  # not by self.table()
-        h = torch.tanh(scores @ self.table.weight) + self.table(torch.arange(len(x)) % 5)
+        h = torch.tanh(scores @ self.table.weight) + self.table(torch.ones(len(x), dtype=torch.long))
         return self.last(h) + 1e-3 * sum(p.square().sum() for p in self.parameters())
 
 

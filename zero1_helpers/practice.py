@@ -120,7 +120,9 @@ def full_state_dict(optimizer: ZeROOne | FlatShardedOptimizer, to: int = 0) -> d
     }  # fmt: skip
     everyone = [None] * optimizer.world_size
     dist.all_gather_object(everyone, described, group=optimizer.process_group)
-    whole = {"state": {}, "param_groups": optimizer.optimizer.state_dict()["param_groups"]}
+    index = {p: i for i, p in enumerate(optimizer.params)}
+    groups = [group | {"params": [index[p] for p in group["params"]]} for group in optimizer.param_groups]
+    whole = {"state": {}, "param_groups": groups}
     for i, (p, places, here) in enumerate(_spread(optimizer)):
         about = next((known[i] for known in everyone if i in known), {})
         entry = {
