@@ -205,7 +205,7 @@ def guarded_by_owners(patch):
 
     def guard(bucket):
         def hook(module, args):
-            if any(p in bucket.params for p in module.parameters(recurse=False)):
+            if any(p in bucket.views for p in module.parameters(recurse=False)):
                 bucket.receive_parameters()
 
         for module in MODULES:

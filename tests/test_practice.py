@@ -113,11 +113,11 @@ def test_resume_with_another_number_of_ranks(ranks, name, optimizer_name):
             assert max_difference(resumed, reference) <= 1e-9
             loaded = cls(resumed.parameters(), **kwargs)
             loaded.load_state_dict(saved)  # into a plain optimizer
-            assert len(loaded.state) == len(plain.state)
-            for mine, wanted in zip(loaded.state.values(), plain.state.values(), strict=True):
-                assert mine.keys() == wanted.keys()
-                for key in wanted:
-                    torch.testing.assert_close(mine[key], wanted[key], rtol=0, atol=1e-9, check_stride=False)
+            for p, q in zip(resumed.parameters(), reference.parameters(), strict=True):
+                mine, wanted = loaded.state[p], plain.state[q]
+                assert mine.keys() == wanted.keys() or not p.numel()  # nobody owns a part of nothing
+                for key in mine:
+                    torch.testing.assert_close(mine[key], wanted[key], rtol=1e-9, atol=1e-9, check_stride=False)
     follower, following = copy.deepcopy(reference), cls(resumed.parameters(), **kwargs)
     following.load_state_dict(copy.deepcopy(saved))
     again = cls(follower.parameters(), **kwargs)
