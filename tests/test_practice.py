@@ -30,8 +30,8 @@ def step(variant, rank, world_size, index, before_step=None):
     before_step(variant.optimizer)
 
 
-def step_alone(model, optimizer, world_size, index, before_step=lambda params: None):
-    x, y = data(index, world_size)
+def step_alone(model, optimizer, world_size, index, before_step=lambda params: None, batches=data):
+    x, y = batches(index, world_size)
     loss_of(model, x.flatten(0, 1), y.flatten(0, 1)).backward()
     before_step(list(model.parameters()))
     optimizer.step()
@@ -72,6 +72,12 @@ def test_clipping_by_the_norm_of_all(ranks, world_size):
     assert all(norms == first for norms in others)
 
 
+def calm(index, world_size=6):
+    """data() without its extreme rows, on which SGD with momentum diverges."""
+    x, y = data(index, world_size)
+    return x.clamp(-3, 3), y
+
+
 def save(rank, world_size, name, optimizer_name, model_cls, state, index):
     """Resume from `state`, train two steps, and save; (model, optimizer) of rank 0."""
     cls, kwargs = OPTIMIZERS[optimizer_name]
@@ -81,7 +87,7 @@ def save(rank, world_size, name, optimizer_name, model_cls, state, index):
         variant.model.module.load_state_dict(model)
         variant.optimizer.load_state_dict(optimizer)
     for i in (index, index + 1):
-        x, y = (t.flatten(0, 1) for t in data(i, 6))
+        x, y = (t.flatten(0, 1) for t in calm(i))
         rows = len(x) // world_size
         loss_of(variant.model, x[rank * rows :][:rows], y[rank * rows :][:rows]).backward()
         variant.finish()
@@ -106,7 +112,7 @@ def test_resume_with_another_number_of_ranks(ranks, name, optimizer_name):
         for i, world_size in enumerate((4, 2, 3)):
             *_, state = ranks(save, world_size, name, optimizer_name, model_cls, state, 2 * i)
             for k in (2 * i, 2 * i + 1):
-                step_alone(reference, plain, 6, k)
+                step_alone(reference, plain, 6, k, batches=calm)
             model, saved = torch.load(io.BytesIO(state))
             resumed = make(model_cls)
             resumed.load_state_dict(model)

@@ -159,7 +159,7 @@ def _is_split(key: str, value, here: Tensor) -> bool:
 
 
 def _collect(optimizer, p, places, mine, dtype, to) -> Tensor | None:
-    """One entry of p's state, in p's shape, on rank `to`."""
+    """One entry of p's state on rank `to`, in p's shape and strides: fused kernels count on them."""
     whole = torch.empty(p.numel(), dtype=dtype) if optimizer.rank == to else None
     for owner, start, end in places:
         for a in range(start, end, CHUNK):
@@ -174,8 +174,8 @@ def _collect(optimizer, p, places, mine, dtype, to) -> Tensor | None:
     if optimizer.rank != to:
         return None
     if isinstance(optimizer, FlatShardedOptimizer):  # pieces are cut in the order of p's memory
-        return whole.as_strided(p.shape, optimizer.strides(p)).contiguous()
-    return whole.view(p.shape)
+        return whole.as_strided(p.shape, optimizer.strides(p))
+    return torch.empty_like(p, dtype=dtype, device="cpu").copy_(whole.view(p.shape))
 
 
 # Equality
