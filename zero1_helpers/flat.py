@@ -191,24 +191,20 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def _plan_new_parameters(self) -> list["FlatBucket"]:
+    def _plan_new_parameters(self) -> None:
         planned = {p for bucket in self.buckets for p in bucket.params}
         new = [p for p in self.params if p.requires_grad and p not in planned]
         if len(devices := {str(p.device) for p in self.params}) > 1:
             raise ValueError(f"parameters are on several devices: {', '.join(sorted(devices))}")
-        made = [
-            FlatBucket.of([new[i] for i in group], len(self.buckets) + k, self.rank, self.world_size)
-            for k, group in enumerate(self.partition.buckets(new))
-        ]
-        self.buckets += made
-        return made
+        for group in self.partition.buckets(new):
+            params, index = [new[i] for i in group], len(self.buckets)
+            self.buckets.append(FlatBucket.of(params, index, self.rank, self.world_size))
 
     def add_param_group(self, param_group: dict) -> None:
+        """New parameters get new buckets; wrap the model again, for the wrapper to watch them."""
         super().add_param_group(param_group)
-        if hasattr(self, "buckets"):
-            made = self._plan_new_parameters()
-            if self.wrapper is not None:
-                self.wrapper._watch(made)
+        if hasattr(self, "buckets"):  # not while the first groups are being added
+            self._plan_new_parameters()
 
     @torch.no_grad()
     def step_bucket(self, bucket: "FlatBucket") -> None:
