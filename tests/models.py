@@ -4,11 +4,13 @@ import torch
 from torch import nn
 
 from zero1_helpers import (
+    FlatShardedOptimizer,
     ShardedOptimizer,
     SimpleDDP,
     SimpleDDPAsync,
     SimpleDDPBucket,
     SimpleDDPBucketAsync,
+    SimpleDDPReduceScatter,
     ZeROOne,
     by_bytes,
     by_count,
@@ -144,6 +146,12 @@ class Variant:
     def __init__(self, name, model, optimizer_cls, **kwargs):
         self.name = name
         make = lambda: optimizer_cls(model.parameters(), **kwargs)  # noqa: E731
+        if name.startswith("flat"):
+            options = {"flat-lag0": {"lag": 0}, "flat-lazy": {"lazy_gather": True},
+                       "flat-after": {"step_in_backward": False}}.get(name, {})  # fmt: skip
+            self.optimizer = FlatShardedOptimizer(optimizer_cls, model, self.cap, **kwargs)
+            self.model = SimpleDDPReduceScatter(model, self.optimizer, **options)
+            return
         if name.startswith("overlap"):
             options = {"overlap-lag0": {"lag": 0}, "overlap-lag4": {"lag": 4},
                        "overlap-after": {"step_in_backward": False}}.get(name, {})  # fmt: skip
@@ -176,7 +184,8 @@ class Variant:
 
 
 VARIANTS = ["ddp", "zero1", "balanced", "sharded", "async", "bucket",
-            "overlap", "overlap-lag0", "overlap-lag4", "overlap-after"]  # fmt: skip
+            "overlap", "overlap-lag0", "overlap-lag4", "overlap-after",
+            "flat", "flat-lazy", "flat-after"]  # fmt: skip
 
 
 def make(model_cls):

@@ -11,15 +11,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero1_helpers import (
+    FlatShardedOptimizer,
     ShardedOptimizer,
     SimpleDDP,
     SimpleDDPAsync,
     SimpleDDPBucket,
     SimpleDDPBucketAsync,
+    SimpleDDPReduceScatter,
     ZeROOne,
     by_bytes,
     by_count,
     ddp,
+    flat,
     zero,
 )
 from zero1_helpers.memory_math import predict, state_bytes
@@ -39,7 +42,8 @@ from .models import (
 from .test_parity import bits_differ, max_difference
 
 HOOKED = [name for name in VARIANTS if name not in ("ddp", "zero1", "balanced", "sharded")]
-AFTER = [name for name in VARIANTS if not name.startswith("overlap")]  # gradients are seen whole
+BEHIND = [name for name in VARIANTS if name.startswith(("overlap", "flat"))]
+AFTER = [name for name in VARIANTS if name not in BEHIND]  # gradients are seen whole
 
 
 def single(model, optimizer, step, world_size, before_step=lambda params: None):
@@ -168,14 +172,15 @@ def test_a_second_gradient_or_a_forward_before_the_end_raises(ranks):
 
 
 def forgot_broadcasts(rank, world_size):
-    variant, _, _ = both("overlap")
-    x, y = data(0, world_size)
-    loss_of(variant.model, x[rank], y[rank]).backward()
-    variant.model.wait_for_gradients()
-    with pytest.raises(RuntimeError, match="wait_for_broadcasts"):
+    for name in ("overlap", "flat", "flat-lazy"):
+        variant, _, _ = both(name)
+        x, y = data(0, world_size)
+        loss_of(variant.model, x[rank], y[rank]).backward()
+        variant.model.wait_for_gradients()
+        with pytest.raises(RuntimeError, match="wait_for_broadcasts"):
+            variant.model(x[rank])
+        variant.model.wait_for_broadcasts()
         variant.model(x[rank])
-    variant.model.wait_for_broadcasts()
-    variant.model(x[rank])
 
 
 def test_a_forward_before_the_broadcasts_arrived_raises(ranks):
@@ -204,7 +209,7 @@ def test_micro_batches_reduce_their_sum_once(ranks):
 
 
 def unfreeze(rank, world_size):
-    for name in ("ddp", "async", "overlap"):
+    for name in ("ddp", "async", "overlap", "flat"):
         model = make(MLP)
         model.layers[2].requires_grad_(False)
         variant = Variant(name, model, torch.optim.SGD, lr=0.1)
@@ -289,14 +294,16 @@ class ReadLate(MLP):
 
 def read_late(rank, world_size):
     x, y = data(0, world_size)
-    variant, reference, optimizer = both("overlap-after", ReadLate)
-    single(reference, optimizer, 0, world_size)
-    loss_of(variant.model, x[rank], y[rank]).backward()
-    variant.finish()
-    assert max_difference(variant.model, reference) <= 1e-9
-    variant, _, _ = both("overlap-lag0", ReadLate)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    for name in ("overlap-after", "flat-after"):
+        variant, reference, optimizer = both(name, ReadLate)
+        single(reference, optimizer, 0, world_size)
         loss_of(variant.model, x[rank], y[rank]).backward()
+        variant.finish()
+        assert max_difference(variant.model, reference) <= 1e-9
+    for name in ("overlap-lag0", "flat-lag0"):
+        variant, _, _ = both(name, ReadLate)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss_of(variant.model, x[rank], y[rank]).backward()
 
 
 def test_a_value_that_backward_still_reads_is_not_stepped_silently(ranks):
@@ -316,14 +323,15 @@ def record_order(rank, world_size, name):
             lambda grad: torch.rand(int(torch.randint(1, 30000, (), generator=g))).sort() and None
         )
     with pytest.MonkeyPatch.context() as patch:
-        for op in ("all_reduce", "broadcast"):
-            real = getattr(dist, op)
+        for module, op in ((dist, "all_reduce"), (dist, "broadcast"), (flat, "reduce_scatter"),
+                           (flat, "all_gather")):  # fmt: skip
+            real = getattr(module, op)
 
             def note(tensor, *args, op=op, real=real, **kwargs):
                 issued.append((op, tuple(tensor.shape), kwargs.get("group_src")))
                 return real(tensor, *args, **kwargs)
 
-            patch.setattr(dist, op, note)
+            patch.setattr(module, op, note)
         for step in range(3):
             x, y = data(step, world_size)
             loss_of(variant.model, x[rank], y[rank]).backward()
@@ -430,15 +438,20 @@ def groups(rank, world_size):
         return [{"params": matrices, "weight_decay": 0.3},
                 {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.05}]  # fmt: skip
 
-    for sharded in (ZeROOne, ShardedOptimizer):
+    for sharded in (ZeROOne, ShardedOptimizer, FlatShardedOptimizer):
         reference, model = make(MLP), make(MLP)
         optimizer = torch.optim.AdamW(split(reference), lr=0.01, weight_decay=0)
         if sharded is ZeROOne:
             zero1 = ZeROOne(torch.optim.AdamW(split(model), lr=0.01, weight_decay=0))
             wrapped = SimpleDDP(model)
-        else:
+        elif sharded is ShardedOptimizer:
             zero1 = ShardedOptimizer(torch.optim.AdamW, split(model), lr=0.01, weight_decay=0)
             wrapped = SimpleDDPBucketAsync(model, zero1, bucket_cap_mb=Variant.cap)
+        else:  # one bucket may hold several groups
+            zero1 = FlatShardedOptimizer(
+                torch.optim.AdamW, split(model), Variant.cap, lr=0.01, weight_decay=0
+            )
+            wrapped = SimpleDDPReduceScatter(model, zero1)
         for step in range(3):
             single(reference, optimizer, step, world_size)
             x, y = data(step, world_size)
@@ -491,7 +504,7 @@ def zeroed(rank, world_size):
             assert all(p.grad is None for p in variant.model.parameters())
             if name in HOOKED:
                 variant.model.wait_for_gradients()
-            if name.startswith("overlap"):
+            if name in BEHIND:
                 variant.model.wait_for_broadcasts()
                 break
             variant.optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -540,12 +553,15 @@ def subgroup(rank, world_size):
     if rank == 1:
         return None
     position = {0: 0, 2: 1}[rank]
-    for name in ("zero1", "overlap"):
+    for name in ("zero1", "overlap", "flat"):
         model, reference = make(MLP), make(MLP)
         optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
         if name == "zero1":
             zero1 = ZeROOne(torch.optim.SGD(model.parameters(), lr=0.1), process_group=group)
             wrapped = SimpleDDP(model, process_group=group)
+        elif name == "flat":
+            zero1 = FlatShardedOptimizer(torch.optim.SGD, model, Variant.cap, lr=0.1, process_group=group)
+            wrapped = SimpleDDPReduceScatter(model, zero1)
         else:
             zero1 = ShardedOptimizer(torch.optim.SGD, model, lr=0.1, process_group=group)
             wrapped = SimpleDDPBucketAsync(model, zero1, Variant.cap, process_group=group)
@@ -577,6 +593,16 @@ def refused(rank, world_size):
     mine = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
     with pytest.raises(ValueError, match="lag"):
         SimpleDDPBucketAsync(model, mine, lag=-1)
+    mine = FlatShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    with pytest.raises(ValueError, match="lag"):
+        SimpleDDPReduceScatter(model, mine, lag=-1)
+    with pytest.raises(ValueError, match="layers.0.weight is not in the optimizer"):
+        SimpleDDPReduceScatter(make(MLP), mine)
+    with pytest.raises(ValueError, match="a parameter that is not in the model"):
+        larger = FlatShardedOptimizer(torch.optim.SGD, nn.ModuleList([model, MLP()]), lr=0.1)
+        SimpleDDPReduceScatter(model, larger)
+    with pytest.raises(ValueError, match="bucket_cap_mb"):
+        FlatShardedOptimizer(torch.optim.SGD, model, -1, lr=0.1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="gave 1 owners for 8 parameters"):
         ZeROOne(sgd, partition=lambda params, world_size: [0])
@@ -630,6 +656,20 @@ def late_zero(patch):
     )
 
 
+def mean_of_slices_missing(patch):
+    patch.setattr(
+        flat.FlatBucket,
+        "receive_gradients",
+        lambda bucket, world_size, real=flat.FlatBucket.receive_gradients: real(bucket, 1),
+    )
+
+
+def no_gather(patch):
+    patch.setattr(
+        flat.FlatBucket, "send_parameters", lambda bucket, group: setattr(bucket, "is_ahead", False)
+    )
+
+
 def broadcast_not_awaited(patch):
     patch.setattr(zero.Broadcast, "wait", lambda self: self.work.wait())
 
@@ -640,6 +680,8 @@ PLANTED = {
     "the wrong rank steps": (wrong_owner, "zero1", "sgd"),
     "only the shard is zeroed": (late_zero, "zero1", "sgd"),
     "what was broadcast is not copied in": (broadcast_not_awaited, "overlap", "sgd"),
+    "the average of a slice is missing": (mean_of_slices_missing, "flat", "sgd"),
+    "slices are not gathered": (no_gather, "flat", "adamw"),
 }
 
 

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from zero1_helpers import phases
 from zero1_helpers.ledger import MARKER, MemoryLedger, Note, account, peaks
-from zero1_helpers.memory_math import nbytes, predict, state_bytes
+from zero1_helpers.memory_math import predict, state_bytes
 from zero1_helpers.profiling import read_trace
 from zero1_helpers.runs import STATES
 
@@ -49,8 +49,10 @@ def profile_steps(rank, world_size, name, optimizer_name, model_cls):
         while buckets.storages() - grads.keys():
             pass  # gloo's threads still hold one; only the gradients' own buckets outlive a phase
         ledger.look()
+        storages = [p.untyped_storage() for p in variant.model.parameters()]  # flat ones are padded
         truth.append((len(ledger.notes) - 1, {
-            "params": nbytes(variant.model.parameters()), "opt_state": state, "counters": counters,
+            "params": sum({s.data_ptr(): s.nbytes() for s in storages}.values()),
+            "opt_state": state, "counters": counters,
             "grads or buckets": sum(grads.values()),
         }))  # fmt: skip
 
@@ -66,6 +68,7 @@ def profile_steps(rank, world_size, name, optimizer_name, model_cls):
                 edge()
                 loss.backward()
                 variant.finish()
+                getattr(variant.optimizer, "receive", lambda: None)()  # nothing is on its way at an edge
                 del x, y, loss
                 edge()
                 prof.step()

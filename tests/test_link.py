@@ -186,7 +186,7 @@ def peers(rank, world_size):
     emulate("200MB/s")
     sgd = torch.optim.SGD
     results = {}
-    for name in ("DDP", "DDP + ZeRO", "DDP + ZeRO, views", "FSDP2", "buckets", "overlapped"):
+    for name in ("DDP", "DDP + ZeRO", "DDP + ZeRO, views", "FSDP2", "buckets", "overlapped", "flat"):
         model = net()
         if name == "FSDP2":
             for layer in model:
@@ -196,6 +196,9 @@ def peers(rank, world_size):
         elif name == "overlapped":
             optimizer = z.ShardedOptimizer(sgd, model, lr=0.1)
             wrapped = z.SimpleDDPBucketAsync(model, optimizer, bucket_cap_mb=0.01)
+        elif name == "flat":
+            optimizer = z.FlatShardedOptimizer(sgd, model, 0.01, lr=0.1)
+            wrapped = z.SimpleDDPReduceScatter(model, optimizer)
         elif name == "buckets":
             wrapped, optimizer = z.SimpleDDPBucket(model, 0.01), z.ZeROOne(sgd(model.parameters(), lr=0.1))
         else:

@@ -81,11 +81,11 @@ def test_a_parameter_that_no_rank_used_does_not_move(ranks):
         assert set(found.values()) == {0.0}, found
 
 
-def stress(rank, world_size, steps):
+def stress(rank, world_size, steps, name):
     """Ranks stumble at different moments; the schedule must not care."""
     model_cls = MODELS[0]
     model = make(model_cls)
-    variant = Variant("overlap", model, torch.optim.SGD, lr=0.01)
+    variant = Variant(name, model, torch.optim.SGD, lr=0.01)
     g = torch.Generator().manual_seed(rank)
     for p in model.parameters():
         p.register_hook(
@@ -103,7 +103,8 @@ def stress(rank, world_size, steps):
     return max_difference(model, reference), bits_differ(model)
 
 
-def test_200_steps_of_the_overlapped_class(ranks):
-    for difference, differ in ranks(stress, 4, 200, timeout=120):
+@pytest.mark.parametrize("name", ["overlap", "flat", "flat-lazy"])
+def test_200_steps_of_the_overlapped_classes(ranks, name):
+    for difference, differ in ranks(stress, 4, 200, name, timeout=120):
         assert not differ
         assert difference <= 1e-9

@@ -10,9 +10,12 @@ import torch
 import zero1_helpers as z
 from zero1_helpers.__main__ import main
 from zero1_helpers.analysis import comm_comp_overlap, temporal_breakdown
+from zero1_helpers.memory_math import predict
+from zero1_helpers.partition import Flat
 from zero1_helpers.profiling import count_collectives
 from zero1_helpers.results import markdown, replace_marked, report, results_table
 from zero1_helpers.runs import find_runs, load_run
+from zero1_helpers.workload import get_preset, meta_smol_model
 
 
 def record_all(rank, world_size, folder):
@@ -43,6 +46,11 @@ def test_every_variant_trains_alike_and_holds_what_was_predicted(recorded):
     whole = runs["ddp"].record["predicted"][0]["grads"]
     assert grads["ddp"] == grads["zero1"] == grads["zero1-balanced"] == whole
     assert grads["zero1-overlap"] < whole / 2
+    flat = predict(meta_smol_model("tiny"), torch.optim.Adam, 2, Flat(get_preset("tiny").bucket_cap_mb))
+    for measured, predicted in zip(runs["flat"].record["memory"], flat, strict=True):
+        assert measured["grads"] <= predicted.grads < whole / 2
+        assert 0.8 * predicted.total < measured["peak_states"] <= predicted.total
+        assert predicted.total < runs["zero1-overlap"].record["memory"][0]["peak_states"]
 
 
 def test_collectives_are_counted(recorded):
@@ -64,6 +72,9 @@ def test_collectives_are_counted(recorded):
     assert 2 < calls["zero1-bucket"]["all_reduce"] < 10
     assert calls["zero1-overlap"]["all_reduce"] == calls["zero1-bucket"]["all_reduce"]
     assert calls["zero1-overlap"]["broadcast"] < 20
+    assert size["flat"] == {"all_gather": 4 * psi, "reduce_scatter": 4 * psi}  # no flags, no padding here
+    assert sum(c["bytes_sent"] for c in runs["flat"].record["collectives"]) == 2 * 4 * psi * (2 - 1) / 2
+    assert calls["flat"]["all_gather"] == calls["flat"]["reduce_scatter"] < 10
 
 
 def test_what_is_synchronous_overlaps_nothing_and_what_is_not_does(recorded):
@@ -71,6 +82,7 @@ def test_what_is_synchronous_overlaps_nothing_and_what_is_not_does(recorded):
     overlap = {name: comm_comp_overlap(run)["overlap_pct"].mean() for name, run in runs.items()}
     assert max(overlap["ddp"], overlap["zero1"]) < 1
     assert min(overlap["zero1-async"], overlap["zero1-bucket"], overlap["zero1-overlap"]) > 3
+    assert overlap["flat"] > 3
     for run in runs.values():
         assert len(temporal_breakdown(run)) == 2
 

@@ -5,17 +5,18 @@ from pathlib import Path
 import pytest
 
 from zero1_helpers.memory_math import predict
-from zero1_helpers.partition import by_bytes, by_count
+from zero1_helpers.partition import Flat, by_bytes, by_count
 from zero1_helpers.results import MARKS, report, results_table
 from zero1_helpers.runs import find_runs, load_run
 from zero1_helpers.training import VARIANTS
+from zero1_helpers.workload import PRESETS as PRESET_SIZES
 from zero1_helpers.workload import meta_smol_model
 
 ROOT = Path(__file__).parent.parent
 PRESETS = ["tiny", "smollm2-360m"]
 # What this file says of the series' variants; a new one only has to be recorded.
 PARTITIONS = {"ddp": None, "zero1": by_count, "zero1-async": by_count, "zero1-bucket": by_count,
-              "zero1-overlap": by_count, "zero1-balanced": by_bytes}  # fmt: skip
+              "zero1-overlap": by_count, "zero1-balanced": by_bytes, "flat": Flat}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,8 @@ def test_bytes_of_state_are_the_prediction_made_now(recorded, preset):
 
     model = meta_smol_model(preset)
     for name, partition in PARTITIONS.items():
+        if partition is Flat:
+            partition = Flat(PRESET_SIZES[preset].bucket_cap_mb)
         predicted = predict(model, torch.optim.Adam, 4, partition)
         for measured, rank in zip(recorded[preset][name].record["memory"], predicted, strict=True):
             assert (measured["params"], measured["opt_state"]) == (rank.params, rank.opt_state)
@@ -57,6 +60,7 @@ def test_the_real_size(recorded):
     for name in ("zero1", "zero1-async", "zero1-bucket", "zero1-overlap"):
         assert max(state[name]) == 503_377_920
     assert max(state["zero1-balanced"]) <= 362_496_000
+    assert max(state["flat"]) - min(state["flat"]) < 4000  # padding
     for name in set(PARTITIONS) - {"ddp"}:
         assert sum(state[name]) == 1_447_292_160
 
@@ -67,8 +71,9 @@ def test_the_overlapped_class_holds_far_less_at_its_peak(recorded):
 
     mean = {name: sum(states(name)) / 4 for name in PARTITIONS}
     assert mean["ddp"] == pytest.approx(2.895e9, rel=0.01)
-    others = [mean[name] for name in PARTITIONS if name != "zero1-overlap"]
+    others = [mean[name] for name in PARTITIONS if name not in ("zero1-overlap", "flat")]
     assert mean["zero1-overlap"] < 0.8 * min(others)
+    assert max(states("flat")) <= 1.363e9 < min(states("zero1-overlap"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -1,4 +1,4 @@
-"""Helpers of the ZeRO-1 notebook series. Read it in this order: memory_math, partition, ddp, zero."""
+"""Helpers of the ZeRO-1 notebook series. Read it in this order: memory_math, partition, ddp, zero, flat."""
 
 import os
 
@@ -8,6 +8,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from .analysis import get_memory_timeline  # noqa: E402
 from .ddp import SimpleDDP, SimpleDDPAsync, SimpleDDPBucket  # noqa: E402
+from .flat import FlatShardedOptimizer, SimpleDDPReduceScatter  # noqa: E402
 from .partition import by_bytes, by_count  # noqa: E402
 from .profiling import get_profiler  # noqa: E402
 from .training import VARIANTS, record, record_missing, train  # noqa: E402
@@ -23,11 +24,13 @@ from .zero import ShardedOptimizer, SimpleDDPBucketAsync, ZeROOne  # noqa: E402
 
 __all__ = [
     "VARIANTS",
+    "FlatShardedOptimizer",
     "ShardedOptimizer",
     "SimpleDDP",
     "SimpleDDPAsync",
     "SimpleDDPBucket",
     "SimpleDDPBucketAsync",
+    "SimpleDDPReduceScatter",
     "ZeROOne",
     "by_bytes",
     "by_count",

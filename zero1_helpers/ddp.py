@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .partition import in_buckets
 from .phases import announce, phase
 
 _wrapper_of = weakref.WeakKeyDictionary()  # model -> weak reference to the wrapper around it
@@ -131,21 +132,25 @@ class SimpleDDPAsync(SimpleDDP):
         super().__init__(model, **kwargs)
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names]
         self._arrived: list[Tensor] | None = []  # in the first step; then None
-        self._plan(list(reversed(self._names)))
+        self._use(self._plan(list(self._names)))
 
-    def _plan(self, params: list[Tensor]) -> None:
-        self.buckets = plan_buckets(params, self.bucket_cap_mb * 1024 * 1024)
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+    def _plan(self, params: list[Tensor]) -> list["Bucket"]:
+        return plan_buckets(params, self.bucket_cap_mb * 1024 * 1024)
+
+    def _use(self, buckets: Sequence["Bucket"]) -> None:
+        self.buckets = list(buckets)
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         self._begin_step()
 
     def _plan_by_arrival(self) -> None:
         """Plan once more, as rank 0's gradients came; those that did not come are the last."""
-        numbers = {p: i for i, p in enumerate(self._names)}
-        order = dict.fromkeys([*self._arrived, *reversed(self._names)])
-        order = torch.tensor([numbers[p] for p in order], device=next(iter(numbers)).device)
+        params = list(self._names)
+        numbers = {p: i for i, p in enumerate(params)}
+        order = [numbers[p] for p in dict.fromkeys([*self._arrived, *reversed(params)])]
+        order = torch.tensor(order, device=params[0].device)
         dist.broadcast(order, group=self.process_group, group_src=0)
-        self._arrived, params = None, list(self._names)
-        self._plan([params[i] for i in order.tolist()])
+        self._arrived = None
+        self._use(self._plan([params[i] for i in reversed(order.tolist())]))
 
     def _begin_step(self) -> None:
         self._open = False  # has a forward or a gradient begun a step that nobody has finished?
@@ -292,18 +297,11 @@ class Bucket:
 
 
 def plan_buckets(params: Sequence[Tensor], cap_bytes: float) -> list[Bucket]:
-    """Fill buckets in the order of `params`; one is closed once it holds `cap_bytes` or more.
-
-    One dtype and device a bucket: torch.cat would promote bf16 to fp32. The plan depends on the order
-    and the shapes alone, so ranks that agree on the order make the same one.
-    """
-    filling, closed = {}, []
-    for p in params:
-        kind = (p.dtype, p.device)
-        filling.setdefault(kind, []).append(p)
-        if sum(q.numel() * q.element_size() for q in filling[kind]) >= cap_bytes:
-            closed.append(filling.pop(kind))
-    return [Bucket(i, group) for i, group in enumerate([*closed, *filling.values()])]
+    """The buckets of `partition.in_buckets`, about `cap_bytes` each, the last of `params` first."""
+    return [
+        Bucket(i, [params[j] for j in group])
+        for i, group in enumerate(in_buckets(params, cap_bytes))
+    ]
 
 
 def dense(grad: Tensor, name: str) -> Tensor:

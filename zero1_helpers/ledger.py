@@ -96,10 +96,11 @@ class Block:
 def account(events: list[dict], notes: list[Note], cuda: bool = False) -> pd.DataFrame:
     """Changes of memory: a frame of time_us (float), category and delta (int bytes), by time.
 
-    `events` are those of the trace that holds the markers of `notes`. Three things that the allocator
+    `events` are those of the trace that holds the markers of `notes`. Four things that the allocator
     does not tell are inferred: blocks older than the window (a marker names them), the end of such
     blocks (a whole note no longer has them), and unreported frees (the address is allocated again,
-    or the tensor that was announced is gone).
+    or the tensor that was announced is gone), and the end of the copy that gloo reduces in place of a
+    reduce-scatter's input.
     """
     blocks, alive = [], {}  # alive: address -> Block
     start = min(e["ts"] for e in events if "ts" in e)
@@ -120,6 +121,9 @@ def account(events: list[dict], notes: list[Note], cuda: bool = False) -> pd.Dat
                 alive.pop(address).died = ts
             if size > 0:
                 add(address, Block(ts, size, guess))
+        elif kind == "gone":
+            if value in alive:
+                alive.pop(value).died = ts
         else:
             note = notes[value]
             gone = [a for a, marker in note.gone if a in alive and alive[a].marker == marker]
@@ -161,7 +165,21 @@ def _timeline(events: list[dict], device_type: int) -> list[tuple]:
             found.append((ts, "guess", "other"))
         elif name == "zero1.forward":
             found += [(ts, "guess", "activations"), (ts + e["dur"], "guess", "temporaries")]
+    found += [(end, "gone", address) for address, end in _copies(events)]
     return sorted(found, key=lambda item: item[0])
+
+
+def _copies(events: list[dict]) -> list[tuple[int, float]]:
+    """(address, end) of what gloo's reduce-scatters allocate when they are issued, on our thread."""
+    ops = [e for e in events if e.get("name") == "c10d::_reduce_scatter_base_" and e.get("ph") == "X"]
+    ran = [e for e in events if e.get("name") == "gloo:reduce_scatter"]
+    births = [e for e in events if e.get("name") == "[memory]" and e["args"]["Bytes"] > 0]
+    ends = []
+    if len(ops) == len(ran):
+        for op, e in zip(*(sorted(some, key=lambda e: e["ts"]) for some in (ops, ran)), strict=True):
+            ends += [(m["args"]["Addr"], e["ts"] + e["dur"]) for m in births
+                     if m.get("tid") == op["tid"] and 0 <= m["ts"] - op["ts"] <= op["dur"]]  # fmt: skip
+    return ends
 
 
 def peaks(memory: pd.DataFrame) -> dict[str, int]:

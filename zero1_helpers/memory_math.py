@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .partition import Partition, assign_owners, by_count
+from .partition import Flat, Partition, assign_owners, by_count, pieces_of, slice_width
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,11 @@ class RankBytes:
     grads: int
     opt_state: int
     counters: int  # Adam's `step`, a scalar per tensor: apart, because no closed form has it
+    buckets: int = 0  # gradients on their way, where they live in buckets only: at most
 
     @property
     def total(self) -> int:
-        return self.params + self.grads + self.opt_state + self.counters
+        return self.params + self.grads + self.opt_state + self.counters + self.buckets
 
 
 def is_counter(key: str) -> bool:
@@ -125,7 +126,7 @@ def predict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer],
     world_size: int = 1,
-    partition: Partition | None = by_count,
+    partition: Partition | Flat | None = by_count,
     **optimizer_kwargs,
 ) -> list[RankBytes]:
     """Bytes on each rank, once the first step has made the state; a list of `world_size` RankBytes.
@@ -134,10 +135,15 @@ def predict(
     `partition=None` means that nothing is sharded: every rank holds all of it, as in DDP. The model
     may be on the meta device, where 7.5e9 parameters cost nothing: each parameter is stepped once
     there by the very optimizer that is asked about, and the state that it makes is measured.
+
+    With a `Flat` partition the gradients never exist all at once: `grads` is the largest one, and
+    `buckets` the most that two neighbours hold, with the slice of each that this rank receives.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if isinstance(partition, Flat):
+        return _predict_flat(model, trainable, optimizer, world_size, partition, optimizer_kwargs)
     owners = assign_owners(partition, trainable, world_size) if partition else None
-    per_param = _state_of_each(trainable, optimizer, optimizer_kwargs)
+    per_param = _state_of_each(trainable, [p.shape for p in trainable], optimizer, optimizer_kwargs)
     result = []
     for rank in range(world_size):
         mine = [s for i, s in enumerate(per_param) if owners is None or owners[i] == rank]
@@ -153,10 +159,40 @@ def predict(
     return result
 
 
-def _state_of_each(params, optimizer, kwargs) -> list[tuple[int, int]]:
+def _predict_flat(model, trainable, optimizer, world_size, partition, kwargs) -> list[RankBytes]:
+    groups = [[trainable[i] for i in bucket] for bucket in partition.buckets(trainable)]
+    sizes = [[p.numel() for p in group] for group in groups]
+    slices = [
+        slice_width(sizes_of, world_size) * group[0].element_size()
+        for group, sizes_of in zip(groups, sizes, strict=True)
+    ]
+    frozen = nbytes(p for p in model.parameters() if not p.requires_grad)
+    in_flight = [(world_size + 1) * (a + b) for a, b in zip([0, *slices], slices, strict=False)]
+    result = []
+    for rank in range(world_size):
+        pieces = [
+            (group[i], end - start)
+            for group, sizes_of in zip(groups, sizes, strict=True)
+            for i, (start, end) in pieces_of(sizes_of, rank, world_size).items()
+        ]
+        held = _state_of_each(*zip(*pieces, strict=True), optimizer, kwargs) if pieces else []
+        result.append(
+            RankBytes(
+                rank,
+                params=frozen + world_size * sum(slices),
+                grads=max((nbytes([p]) for p in trainable), default=0),
+                opt_state=sum(state for state, _ in held),
+                counters=sum(counters for _, counters in held),
+                buckets=max(in_flight, default=0),
+            )
+        )
+    return result
+
+
+def _state_of_each(params, shapes, optimizer, kwargs) -> list[tuple[int, int]]:
     """(state, counters) bytes of each parameter, found by one step of a copy of it on the meta device."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        cls = type(optimizer)
+        cls = type(getattr(optimizer, "optimizer", optimizer))  # not of what shards it
         settings = {
             p: {k: v for k, v in g.items() if k != "params"}
             for g in optimizer.param_groups
@@ -165,8 +201,8 @@ def _state_of_each(params, optimizer, kwargs) -> list[tuple[int, int]]:
     else:
         cls, settings = optimizer, {p: kwargs for p in params}
     sizes = []
-    for p in params:
-        copy = nn.Parameter(torch.empty_like(p, device="meta"))
+    for p, shape in zip(params, shapes, strict=True):
+        copy = nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
         copy.grad = torch.empty_like(copy)
         group = {"params": [copy], **settings.get(p, {}), "foreach": False, "fused": False}
         probe = cls([group], **({"lr": group["lr"]} if "lr" in group else {}))

@@ -6,6 +6,8 @@ same answer from the same shapes, so all that matters is that the function is de
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -44,6 +46,57 @@ def by_bytes(params: Sequence[Tensor], world_size: int) -> list[int]:
         owners[i] = min(range(world_size), key=lambda rank: (load[rank], rank))
         load[owners[i]] += sizes[i]
     return owners
+
+
+def in_buckets(
+    params: Sequence[Tensor], cap_bytes: float, first_cap_bytes: float | None = None
+) -> list[list[int]]:
+    """Indices of the tensors that travel together, bucket by bucket, in reverse order of registration.
+
+    That is about the order in which backward makes their gradients. A bucket is closed once it holds
+    `cap_bytes` or more, the first one at `first_cap_bytes`. One dtype and device a bucket: torch.cat
+    would promote bf16 to fp32. The plan depends on shapes alone, so all ranks make the same one.
+    """
+    filling, closed = {}, []
+    for i in reversed(range(len(params))):
+        kind = (params[i].dtype, params[i].device)
+        filling.setdefault(kind, []).append(i)
+        held = sum(params[j].numel() * params[j].element_size() for j in filling[kind])
+        if held >= (cap_bytes if closed or first_cap_bytes is None else first_cap_bytes):
+            closed.append(filling.pop(kind))
+    return [*closed, *filling.values()]
+
+
+def slice_width(sizes: Sequence[int], world_size: int) -> int:
+    """Elements of each rank's slice of tensors laid end to end, the last one padded; at least 1."""
+    return max(1, -(-sum(sizes) // world_size))
+
+
+def pieces_of(sizes: Sequence[int], rank: int, world_size: int) -> dict[int, tuple[int, int]]:
+    """{i: (start, end)}: which elements of tensor i lie in `rank`'s slice of tensors laid end to end.
+
+    Sizes 5, 2 and 4 on 2 ranks: 11 elements, slices of 6 and of 5 with 1 of padding, so rank 0 has
+    {0: (0, 5), 1: (0, 1)} and rank 1 {1: (1, 2), 2: (0, 4)}.
+    """
+    width = slice_width(sizes, world_size)
+    begins = accumulate(sizes, initial=0)
+    cut = {
+        i: (max(0, rank * width - begin), min(size, (rank + 1) * width - begin))
+        for i, (begin, size) in enumerate(zip(begins, sizes, strict=False))
+    }
+    return {i: (start, end) for i, (start, end) in cut.items() if start < end}
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Not a partition of tensors: every rank owns an equal slice of every flat bucket."""
+
+    bucket_cap_mb: float = 25
+    first_bucket_mb: float = 1
+
+    def buckets(self, params: Sequence[Tensor]) -> list[list[int]]:
+        cap = self.bucket_cap_mb * 2**20
+        return in_buckets(params, cap, min(cap, self.first_bucket_mb * 2**20))
 
 
 def assign_owners(partition: Partition, params: Sequence[Tensor], world_size: int) -> list[int]:

@@ -347,7 +347,7 @@ def _cpu_lanes(spans, marks):
             busy_until[e["tid"]] = e["ts"] + e["dur"]
             view.append((e["name"], "kernel", COMPUTE_LANE, e, {"stream": COMPUTE_LANE}))
         elif e["name"].startswith("c10d::"):
-            issued[e["name"][6:].replace("_", "")].append(e)
+            issued[e["name"][6:].replace("_", "").removesuffix("base")].append(e)
         elif COLLECTIVE.match(e["name"]):
             ran[e["name"].partition(":")[2].replace("_", "")].append(e)
     phase_of = _phases([e for ops in issued.values() for e in ops], marks)

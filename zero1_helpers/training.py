@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .ddp import SimpleDDP, SimpleDDPAsync, SimpleDDPBucket
+from .flat import FlatShardedOptimizer, SimpleDDPReduceScatter
 from .link import Link, current, emulate, transport
 from .memory_math import bytes_sent, nbytes
 from .partition import by_bytes
@@ -109,6 +110,11 @@ def zero1_overlap(model, lr, bucket_cap_mb):
     return SimpleDDPBucketAsync(model, optimizer, bucket_cap_mb), optimizer
 
 
+def flat(model, lr, bucket_cap_mb):
+    optimizer = FlatShardedOptimizer(torch.optim.Adam, model, bucket_cap_mb, lr=lr)
+    return SimpleDDPReduceScatter(model, optimizer), optimizer
+
+
 def zero1_balanced(model, lr, bucket_cap_mb):
     return SimpleDDP(model), ZeROOne(adam(model, lr), partition=by_bytes)
 
@@ -135,6 +141,7 @@ VARIANTS = {
             flush_wait_receive,
         ),
         Variant("zero1-balanced", "ZeRO-1, split by bytes", zero1_balanced, sync_step),
+        Variant("flat", "Flat reduce-scatter", flat, flush_wait_step),
     ]
 }
 

@@ -8,7 +8,7 @@ parameter updates it, and the others receive the result.
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -119,7 +119,10 @@ class ZeROOne(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict) -> None:
         """Take a whole optimizer's state, or this rank's shard; what others own is dropped."""
-        self.optimizer.load_state_dict(state_dict)
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        mine = {i for i, p in zip(ids, self.params, strict=False) if self.is_mine(p)}
+        state = {i: entry for i, entry in state_dict["state"].items() if i in mine}
+        self.optimizer.load_state_dict(state_dict | {"state": state})  # copies what it is given
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         self._drop_others_state()
 
@@ -277,12 +280,17 @@ class Broadcast:
         self.flat = self.work = None
 
 
-@contextmanager
 def only(optimizer: torch.optim.Optimizer, params: Collection[Tensor]):
     """Show an optimizer these parameters and no others, each still in its own group."""
+    return instead(optimizer, {p: p for p in params})
+
+
+@contextmanager
+def instead(optimizer: torch.optim.Optimizer, pieces: Mapping[Tensor, Tensor]):
+    """Show an optimizer pieces[p] in place of each parameter p, in p's group, and nothing else."""
     everything = [group["params"] for group in optimizer.param_groups]
     for group, all_params in zip(optimizer.param_groups, everything, strict=True):
-        group["params"] = [p for p in all_params if p in params]
+        group["params"] = [pieces[p] for p in all_params if p in pieces]
     try:
         yield
     finally:

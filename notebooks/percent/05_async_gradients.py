@@ -439,7 +439,7 @@ show_table(table, f"MB (1e6 bytes) of the fullest rank; the rest per step. {zero
 #
 # ## Exercises
 #
-# 1. Turn the plan round: `model._arrived = None` and `model._plan(list(model.module.parameters()))` right after wrapping. Predict the overlap, then run it under the profiler into `../build/runs/reversed`.
+# 1. Turn the plan round: after wrapping, `model._use(model._plan(list(model.module.parameters())[::-1]))`, and `model._arrived = None` so that it stays. Predict the overlap, then run it under the profiler into `../build/runs/reversed`.
 #    <details><summary>Solution</summary>
 #
 #    The first bucket is now the embedding, whose gradient comes last. All others wait for their turn, so everything is launched at the end of backward, and almost nothing overlaps. The gradients are still right: the order is a matter of speed, as long as all ranks have the same.

@@ -171,9 +171,8 @@ from zero1_helpers.ddp import plan_buckets
 from zero1_helpers.workload import get_preset
 
 cap = get_preset().bucket_cap_mb
-from_the_end = params[::-1]
-buckets = plan_buckets(from_the_end, cap * 2**20)
-print(f"{len(plan_buckets(from_the_end, 25 * 2**20))} bucket(s) at the post's 25 MiB, {len(buckets)} at {cap} MiB")
+buckets = plan_buckets(params, cap * 2**20)
+print(f"{len(plan_buckets(params, 25 * 2**20))} bucket(s) at the post's 25 MiB, {len(buckets)} at {cap} MiB")
 plan = [(len(b.params), sum(p.numel() * p.element_size() for p in b.params) / 1e6) for b in buckets]
 
 # %% [markdown]
@@ -199,7 +198,7 @@ assert all(plan == pull("plan")[0] for plan in pull("plan")), "ranks disagree"
 from zero1_helpers.ddp import plan_buckets
 from zero1_helpers.workload import meta_smol_model
 
-smol = list(meta_smol_model().parameters())[::-1]
+smol = list(meta_smol_model().parameters())
 plan = plan_buckets(smol, 25 * 2**20)
 fill = [sum(p.numel() * p.element_size() for p in b.params) / 2**20 for b in plan]  # MiB
 print(f"{len(smol)} gradients, {sum(fill):.0f} MiB, in {len(plan)} buckets of {min(fill):.0f} to {max(fill):.0f} MiB")
@@ -402,7 +401,7 @@ show_table(results_table(runs.values())[columns], runs["zero1-bucket"].setting)
 #    be, and whether more or less of them can hide behind backward.
 #
 #    <details><summary>Hint</summary>
-#    <code>len(plan_buckets(from_the_end, 0.1 * 2**20))</code> is the number. Write each run into a folder of its own, such as
+#    <code>len(plan_buckets(params, 0.1 * 2**20))</code> is the number. Write each run into a folder of its own, such as
 #    <code>../build/runs/cap-0.1</code>, and draw its schedule: with one bucket nothing starts before backward ends; with
 #    a cap of 0 you are back in notebook 05.
 #    </details>

@@ -390,7 +390,7 @@ def most_alive(sizes):
 
 plans = pull("[[sum(p.nbytes for p in b.params) for b in plan] for plan in (first_plan, ddp_model.buckets)]")[0]
 tiny = max(plans, key=most_alive)
-smol = [sum(p.nbytes for p in b.params) for b in plan_buckets(list(meta_smol_model().parameters())[::-1], 25 * 2**20)]
+smol = [sum(p.nbytes for p in b.params) for b in plan_buckets(list(meta_smol_model().parameters()), 25 * 2**20)]
 
 # %%
 # %%local

@@ -1,0 +1,360 @@
+"""The flat pair: what is sent, what is held, lazy gathers that are never stale, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter, flat
+from zero1_helpers.memory_math import bytes_sent, nbytes, predict, state_bytes
+from zero1_helpers.partition import Flat, pieces_of, slice_width
+
+from .models import MLP, OPTIMIZERS, Scalar, Unused, Variant, data, loss_of, make
+from .test_parity import bits_differ, max_difference
+
+CAP = Variant.cap
+
+
+def pair(model, cls=torch.optim.AdamW, cap=CAP, lr=0.05, first=1.0, **options):
+    optimizer = FlatShardedOptimizer(cls, model, cap, first_bucket_mb=first, lr=lr)
+    return SimpleDDPReduceScatter(model, optimizer, **options), optimizer
+
+
+def train(wrapped, optimizer, rank, world_size, steps=range(3), each=lambda: None):
+    for step in steps:
+        x, y = data(step, world_size)
+        loss_of(wrapped, x[rank], y[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        each()
+
+
+def train_alone(model, optimizer, world_size, steps=range(3)):
+    for step in steps:
+        x, y = data(step, world_size)
+        loss_of(model, x.flatten(0, 1), y.flatten(0, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_slices_are_equal_and_pieces_are_everything():
+    assert pieces_of([5, 2, 4], 0, 2) == {0: (0, 5), 1: (0, 1)}
+    assert pieces_of([5, 2, 4], 1, 2) == {1: (1, 2), 2: (0, 4)}
+    for sizes in ([5, 2, 4], [1], [0, 3], [0], [7, 7, 7, 7]):
+        for world_size in range(1, 6):
+            cuts = [pieces_of(sizes, rank, world_size) for rank in range(world_size)]
+            for i, size in enumerate(sizes):
+                assert [e for cut in cuts for e in range(*cut.get(i, (0, 0)))] == list(range(size))
+            for cut in cuts:
+                assert sum(b - a for a, b in cut.values()) <= slice_width(sizes, world_size)
+
+
+def test_buckets_run_backwards_and_the_first_is_small():
+    params = [torch.empty(2**18) for _ in range(10)]  # 1 MiB each
+    assert Flat(3, 1).buckets(params) == [[9], [8, 7, 6], [5, 4, 3], [2, 1, 0]]
+    params[4] = params[4].double()
+    assert [4] in Flat(3, 1).buckets(params)
+
+
+def sent(rank, world_size, model_cls):
+    """(op, bytes) of every collective of one step, as they are issued, and the bytes of the model."""
+    model, issued = make(model_cls), []
+    wrapped, optimizer = pair(model)
+    train(wrapped, optimizer, rank, world_size, [0])
+    with pytest.MonkeyPatch.context() as patch:
+        for module, op, whole in ((flat, "reduce_scatter", 1), (flat, "all_gather", 0),
+                                  (dist, "all_reduce", 0), (dist, "broadcast", 0)):  # fmt: skip
+            real = getattr(module, op)
+
+            def note(*tensors, op=op, whole=whole, real=real, **kwargs):
+                issued.append((op, nbytes([tensors[whole]])))
+                return real(*tensors, **kwargs)
+
+            patch.setattr(module, op, note)
+        train(wrapped, optimizer, rank, world_size, [1])
+    return issued, nbytes(model.parameters()), len(optimizer.buckets)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_two_psi_are_sent_and_not_three(ranks, world_size):
+    for issued, psi, buckets in ranks(sent, world_size, EvenMLP):
+        assert {op for op, _ in issued} == {"reduce_scatter", "all_gather"} and len(issued) == 2 * buckets > 4
+        assert sum(bytes_sent(op, size, world_size) for op, size in issued) == (
+            2 * psi * (world_size - 1) / world_size
+        )
+
+
+class EvenMLP(MLP):
+    """Every bucket can be cut in four without padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)])
+
+    def forward(self, x):
+        return super().forward(x)[:, :3]
+
+
+def held(rank, world_size):
+    found = []
+    for model_cls in (MLP, Scalar, Unused):
+        for cls, kwargs in [*OPTIMIZERS.values(), (torch.optim.RMSprop, {"centered": True})]:
+            model = make(model_cls)
+            optimizer = FlatShardedOptimizer(cls, model, CAP, **kwargs)
+            wrapped = SimpleDDPReduceScatter(model, optimizer)
+            sum((p * p).sum() for p in model.parameters()).backward()
+            wrapped._open = True
+            optimizer.step()
+            for asked, more in ((cls, kwargs), (optimizer, {})):
+                predicted = predict(model, asked, world_size, optimizer.partition, **more)[rank]
+                assert state_bytes(optimizer) == (predicted.opt_state, predicted.counters)
+            storages = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in model.parameters())}
+            assert sum(storages.values()) == predicted.params
+            found.append(predicted.opt_state)
+    return found, [predict(make(m), c, **k)[0].opt_state for m in (MLP, Scalar, Unused)
+                   for c, k in [*OPTIMIZERS.values(), (torch.optim.RMSprop, {"centered": True})]]  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_state_is_an_equal_part_as_predicted(ranks, world_size):
+    results = ranks(held, world_size)
+    for of_each, whole in zip(zip(*(found for found, _ in results), strict=True), results[0][1], strict=True):
+        assert sum(of_each) == whole
+        assert max(of_each) - min(of_each) <= 8 * 2 * world_size * 20  # padding, of at most 20 buckets
+
+
+# A parameter that no rank used
+
+
+def dead(rank, world_size):
+    """A gradient that is all -0.0 is a gradient: weight decay moves its parameter, and a count goes up."""
+    model = nn.ModuleDict({name: nn.Linear(6, 3) for name in ("used", "dead", "unused")}).double()
+    model.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
+    wrapped, optimizer = pair(model, cap=1, lr=0.1)
+    loss = model["used"](torch.ones(2, 6).double()).sum()
+    loss = loss + (model["dead"](-torch.ones(2, 6).double()) * -0.0).sum() if rank == 0 else loss
+    loss.backward()
+    wrapped._open = True
+    optimizer.step()
+    moved = [not bool((p == 1).all()) for p in model.parameters()]
+    return moved, [float(s["step"]) for s in optimizer.state.values()]
+
+
+def test_zero_gradients_are_told_from_none(ranks):
+    for moved, steps in ranks(dead, 2):
+        assert moved == [True, True, True, True, False, False]
+        assert set(steps) == {1.0}
+
+
+def sums_from_zero(rank, world_size):
+    model = make(MLP)
+    optimizer = FlatShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    real = flat.reduce_scatter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat, "reduce_scatter", lambda out, whole, **k: real(out, whole + 0.0, **k))
+        with pytest.raises(RuntimeError, match="the sum of -0.0"):
+            SimpleDDPReduceScatter(model, optimizer)
+
+
+def test_a_backend_that_loses_the_sign_of_zero_is_refused(ranks):
+    ranks(sums_from_zero, 2)
+
+
+# Lazy gathers
+
+
+class ReadsElsewhere(nn.Module):
+    """An embedding whose weight is also read outside its forward, before it; and a penalty on all."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.table = nn.Embedding(5, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x):
+        scores = F.linear(torch.tanh(self.first(x)), self.table.weight)  # not by self.table()
+        h = torch.tanh(scores @ self.table.weight) + self.table(torch.ones(len(x), dtype=torch.long))
+        return self.last(h) + 1e-3 * sum(p.square().sum() for p in self.parameters())
+
+
+def copied_at_wait(patch):
+    """Gathered parameters are put in place when somebody waits, and not one moment before."""
+
+    class Late:
+        def __init__(self, out, arrived, work):
+            self.out, self.arrived, self.work = out, arrived, work
+
+        def wait(self):
+            self.work.wait()
+            self.out.copy_(self.arrived)
+
+    def late(out, mine, real=flat.all_gather, **kwargs):
+        arrived = torch.empty_like(out)
+        return Late(out, arrived, real(arrived, mine.clone(), **kwargs))
+
+    patch.setattr(flat, "all_gather", late)
+
+
+def guarded_by_owners(patch):
+    """The naive way: before a module's own forward its own parameters are awaited, and that is all."""
+
+    def guard(bucket):
+        def hook(module, args):
+            if any(p in bucket.views for p in module.parameters(recurse=False)):
+                bucket.receive_parameters()
+
+        for module in MODULES:
+            module.register_forward_pre_hook(hook)
+
+    patch.setattr(flat.FlatBucket, "guard", guard)
+
+
+MODULES = []
+
+
+def lazily(rank, world_size, naive):
+    reference, model = make(ReadsElsewhere), make(ReadsElsewhere)
+    with pytest.MonkeyPatch.context() as patch:
+        copied_at_wait(patch)
+        if naive:
+            MODULES[:] = model.modules()
+            guarded_by_owners(patch)
+        wrapped, optimizer = pair(model, torch.optim.SGD, cap=0, first=0, lazy_gather=True)
+        train(wrapped, optimizer, rank, world_size)
+        optimizer.receive()
+    train_alone(reference, torch.optim.SGD(reference.parameters(), lr=0.05), world_size)
+    return max_difference(model, reference)
+
+
+def test_a_weight_read_outside_its_owners_forward_is_never_stale(ranks):
+    assert max(ranks(lazily, 2, False)) <= 1e-12
+    assert min(ranks(lazily, 2, True)) > 1e-6  # silently wrong
+
+
+READERS = {
+    "module": lambda model, x: model(x),
+    "state_dict": lambda model, x: model.state_dict()["layers.0.weight"],
+    "deepcopy": lambda model, x: copy.deepcopy(model)(x),
+    "pickle": lambda model, x: pickle.loads(pickle.dumps(model))(x),
+    "numpy": lambda model, x: torch.from_numpy(model.layers[0].weight.detach().numpy().copy()),
+    "data": lambda model, x: model.layers[0].weight.data.clone(),
+    "norm": lambda model, x: torch.stack([p.norm() for p in model.parameters()]),
+    "foreach": lambda model, x: torch.stack(torch._foreach_norm(list(model.parameters()))),
+    "functional": lambda model, x: torch.func.functional_call(model, dict(model.named_parameters()), x),
+    "vector": lambda model, x: nn.utils.parameters_to_vector(model.parameters()),
+}
+
+
+def read(rank, world_size):
+    x = data(9, world_size)[0][0]
+    eager, lazy = make(MLP), make(MLP)
+    train(*pair(eager), rank, world_size)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        copied_at_wait(patch)
+        wrapped, optimizer = pair(lazy, lazy_gather=True)
+        for name, reader in READERS.items():
+            lazy.load_state_dict(make(MLP).state_dict())
+            optimizer.state.clear()
+            with torch.enable_grad():
+                train(wrapped, optimizer, rank, world_size)
+            shapes = [(p.shape, p.dtype, p.grad, p.requires_grad, isinstance(p, nn.Parameter))
+                      for p in lazy.parameters()]  # fmt: skip
+            assert all(type(p) is flat.Arriving for p in lazy.parameters())  # shapes do not wait
+            assert len(shapes) == 8 and len(flat.Arriving.buckets) == 8
+            assert torch.equal(reader(lazy, x), reader(eager, x)), name
+            optimizer.receive()
+            assert all(type(p) is nn.Parameter for p in lazy.parameters()) and not flat.Arriving.buckets
+    assert not bits_differ(lazy)
+
+
+def test_whatever_reads_a_parameter_waits_for_it(ranks):
+    ranks(read, 2)
+
+
+# Life
+
+
+def left(rank, world_size):
+    model = make(MLP)
+    wrapped, optimizer = pair(model)
+    train(wrapped, optimizer, rank, world_size)
+    wrapped.remove()
+    assert optimizer.wrapper is None
+    x, y = data(0, world_size)
+    loss_of(model, x[rank], y[rank]).backward()
+    assert all(p.grad is not None for p in model.parameters())  # no hook took it
+    with pytest.raises(RuntimeError, match="wrap the model"):
+        optimizer.step()
+    model.zero_grad()
+    FlatShardedOptimizer(torch.optim.SGD, model, lr=0.1)  # takes the parameters over
+    wrapped = SimpleDDPReduceScatter(model, optimizer)
+    with pytest.raises(RuntimeError, match="has left the optimizer's flat buffer"):
+        loss_of(wrapped, x[rank], y[rank]).backward()
+
+
+def test_hooks_go_and_a_buffer_that_was_left_is_noticed(ranks):
+    ranks(left, 2)
+
+
+def late_group(rank, world_size):
+    reference, model = make(MLP), make(MLP)
+    for m in (reference, model):
+        m.layers[0].requires_grad_(False)
+    alone = torch.optim.AdamW(list(reference.layers[1:].parameters()), lr=0.05)
+    optimizer = FlatShardedOptimizer(torch.optim.AdamW, model.layers[1:], CAP, lr=0.05)
+    wrapped = SimpleDDPReduceScatter(model, optimizer)
+    train(wrapped, optimizer, rank, world_size, range(2))
+    train_alone(reference, alone, world_size, range(2))
+    for m, o in ((reference, alone), (model, optimizer)):
+        m.layers[0].requires_grad_(True)
+        o.add_param_group({"params": list(m.layers[0].parameters()), "lr": 0.2})
+    wrapped = SimpleDDPReduceScatter(model, optimizer)
+    train(wrapped, optimizer, rank, world_size, range(2, 5))
+    train_alone(reference, alone, world_size, range(2, 5))
+    assert max_difference(model, reference) <= 1e-9
+
+
+def test_a_group_added_later_gets_buckets_of_its_own(ranks):
+    ranks(late_group, 2)
+
+
+def refused(rank, world_size):
+    model = make(MLP)
+    for cls in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon):
+        with pytest.raises(ValueError, match=f"{cls.__name__} (cannot step pieces|does not work element)"):
+            FlatShardedOptimizer(cls, model, lr=0.1)
+    for cls in (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Adamax):
+        FlatShardedOptimizer(cls, model, lr=0.1)
+    two = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
+    with pytest.raises(ValueError, match="on several devices: cpu, meta"):
+        FlatShardedOptimizer(torch.optim.SGD, two, lr=0.1)
+    table = nn.Embedding(4, 2, sparse=True)
+    wrapped, _ = pair(nn.Sequential(table), torch.optim.SGD)
+    with pytest.raises(TypeError, match="the gradient of 0.weight is sparse"):
+        wrapped(torch.tensor([1])).sum().backward()
+    optimizer = FlatShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    with pytest.raises(RuntimeError, match="shard of this rank only"):
+        optimizer.state_dict()
+
+
+def test_what_a_flat_shard_cannot_do_is_said(ranks):
+    ranks(refused, 1)
+
+
+def compiled(rank, world_size):
+    for lazy in (False, True):
+        reference, model = make(MLP), make(MLP)
+        optimizer = FlatShardedOptimizer(torch.optim.AdamW, model, CAP, lr=0.05)
+        wrapped = SimpleDDPReduceScatter(torch.compile(model, backend="eager"), optimizer, lazy_gather=lazy)
+        train(wrapped, optimizer, rank, world_size)
+        train_alone(reference, torch.optim.AdamW(reference.parameters(), lr=0.05), world_size)
+        assert max_difference(model, reference) <= 1e-9
+
+
+def test_a_compiled_model_trains_alike(ranks):
+    ranks(compiled, 2)
