@@ -288,6 +288,12 @@ def test_a_wrong_choice_gets_one_line_and_leaves_nothing(folder, tmp_path, optio
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_a_figure_that_two_sets_of_runs_do_not_have_either(folder, tmp_path):
+    with pytest.raises(ValueError, match="no figure is called 'memroy'"):
+        gallery.draw_all(folder, tmp_path / "out", only="memroy", against=folder)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_an_output_folder_that_cannot_be_written(folder, tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(ValueError, match=r"out: cannot be written \(.*\)$"):

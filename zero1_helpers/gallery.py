@@ -102,6 +102,8 @@ def draw_all(root, out, theme: str = "both", formats=FORMATS, only: str = "*", a
         except RunError as error:  # no variant in common
             damaged += len(sets[1])
             progress(f"skipped: {error}")
+    if not manifest and not damaged:
+        raise ValueError(f"no figure is called {only!r}")
     _write_manifest(order.out, manifest)
     return damaged
 

@@ -200,9 +200,9 @@ from zero1_helpers.workload import meta_smol_model
 
 smol = list(meta_smol_model().parameters())
 plan = plan_buckets(smol, 25 * 2**20)
-fill = [sum(p.numel() * p.element_size() for p in b.params) / 2**20 for b in plan]  # MiB
-print(f"{len(smol)} gradients, {sum(fill):.0f} MiB, in {len(plan)} buckets of {min(fill):.0f} to {max(fill):.0f} MiB")
-assert sum(len(b.params) for b in plan) == len(smol) and min(fill[:-1]) >= 25
+fill, cap = [sum(p.nbytes for p in b.params) / 1e6 for b in plan], 25 * 2**20 / 1e6  # MB
+print(f"{len(smol)} gradients, {sum(fill):.0f} MB, in {len(plan)} buckets of {min(fill):.0f} to {max(fill):.0f} MB")
+assert sum(len(b.params) for b in plan) == len(smol) and min(fill[:-1]) >= cap
 
 # %%
 # %%local
@@ -211,10 +211,10 @@ from zero1_helpers.figures import COLOURS, Figure, show
 fig = Figure(figsize=(7.2, 2.4), dpi=130, layout="constrained")
 ax = fig.subplots()
 ax.bar(range(len(fill)), fill, color=COLOURS["buckets"])
-ax.axhline(25, color="#1b1f24", linestyle="--", linewidth=0.8)
-ax.set(xlabel="bucket, in the order of launch", ylabel="MiB")
-fig.title, fig.caption = "Buckets", "SmolLM2-360M in bf16, planned on the meta device; the dashed line is the cap."
-fig.alt_text = f"Bars: {len(fill)} buckets, the last with {fill[-1]:.0f} MiB, the others {max(fill[:-1]):.0f} at most."
+ax.axhline(cap, color="#1b1f24", linestyle="--", linewidth=0.8)
+ax.set(xlabel="bucket, in the order of launch", ylabel="MB")
+fig.title, fig.caption = "Buckets", "SmolLM2-360M in bf16, planned on the meta device; the dashed line is the cap of 25 MiB."
+fig.alt_text = f"Bars: {len(fill)} buckets, the last with {fill[-1]:.0f} MB, the others {max(fill[:-1]):.0f} at most."
 show(fig)
 
 # %% [markdown]
