@@ -73,7 +73,8 @@ def test_the_overlapped_class_holds_far_less_at_its_peak(recorded):
     assert mean["ddp"] == pytest.approx(2.895e9, rel=0.01)
     others = [mean[name] for name in PARTITIONS if name not in ("zero1-overlap", "flat")]
     assert mean["zero1-overlap"] < 0.8 * min(others)
-    assert max(states("flat")) <= 1.363e9 < min(states("zero1-overlap"))
+    assert max(states("flat")) <= 1.363e9
+    assert max(states("flat")) < min(states("zero1-overlap"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
