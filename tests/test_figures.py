@@ -263,7 +263,7 @@ def test_two_sets_without_a_common_variant_are_said_and_the_rest_is_drawn(folder
     make_run(tmp_path / "gpus" / "big" / "zero1", variant="zero1")
     files, said, damaged = drawn(folder, tmp_path / "out", "light", ("svg",), "temporal,against*",
                                  against=tmp_path / "gpus")  # fmt: skip
-    assert said[-1] == "skipped: traces0 and gpus have no variant in common" and damaged == 1
+    assert said[-1] == f"skipped: {folder.name} and gpus have no variant in common" and damaged == 1
     listed = [entry["file"] for entry in json.loads(files["figures.json"])]
     assert listed == ["tiny/ddp/temporal.light.svg", "tiny/zero1-overlap/temporal.light.svg"]
 

@@ -148,6 +148,7 @@ class SimpleDDPAsync(SimpleDDP):
         numbers = {p: i for i, p in enumerate(params)}
         order = [numbers[p] for p in dict.fromkeys([*self._arrived, *reversed(params)])]
         order = torch.tensor(order, device=params[0].device)
+        announce("buckets", [order])
         dist.broadcast(order, group=self.process_group, group_src=0)
         self._arrived = None
         self._use(self._plan([params[i] for i in reversed(order.tolist())]))

@@ -410,7 +410,7 @@ class FlatBucket:
             for p in self.params:
                 if type(p) is Arriving:
                     p.__class__ = nn.Parameter
-                    Arriving.buckets.pop(id(p))
+                    del p.arrives_in
 
     def guard(self) -> None:
         """Whatever reads one of these parameters waits for them, from here on."""
@@ -418,7 +418,7 @@ class FlatBucket:
             return self.receive_parameters()  # of a class of its own: cannot be guarded
         for p in self.params:
             p.__class__ = Arriving
-            Arriving.buckets[id(p)] = self
+            p.arrives_in = self
 
 
 class Arriving(nn.Parameter):
@@ -429,7 +429,7 @@ class Arriving(nn.Parameter):
     or the like does not wait. An alias made before (`w = p.data`) is not watched.
     """
 
-    buckets: dict[int, FlatBucket] = {}  # id(parameter) -> where it will arrive
+    arrives_in: FlatBucket
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -438,7 +438,7 @@ class Arriving(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         for t in tree_leaves((args, kwargs)):
             if type(t) is Arriving:
-                cls.buckets[id(t)].receive_parameters()
+                t.arrives_in.receive_parameters()
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo):
@@ -448,7 +448,7 @@ class Arriving(nn.Parameter):
         return self._arrived().__reduce_ex__(protocol)
 
     def _arrived(self) -> nn.Parameter:
-        self.buckets[id(self)].receive_parameters()
+        self.arrives_in.receive_parameters()
         return self
 
 

@@ -262,7 +262,8 @@ def emulate(link: Link | str | None) -> Link | None:
 
 
 def current() -> Link | None:
-    return lane.link
+    """The link of the default group; None: it has none, or is not an emulated one any more."""
+    return lane.link if dist.is_initialized() and dist.get_backend() == BACKEND else None
 
 
 def transport() -> str:

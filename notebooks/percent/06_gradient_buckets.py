@@ -354,11 +354,12 @@ largest = pull("max(sum(p.nbytes for p in b.params) for b in buckets + ddp_model
 print(f"rank 0, most at once: grads {after['grads'] / 1e6:.2f} MB, buckets {after['buckets'] / 1e6:.2f} MB")
 print(f"peak_states is {extra / 1e6:.2f} MB above ZeRO-1's; the largest bucket has {largest / 1e6:.2f} MB")
 assert after["buckets"] >= grads, "all gradients end up in buckets"
-assert 0 < extra < 2.1 * largest, "the price should be a bucket or two"
+assert 0 < extra < 3.1 * largest, "the price should be a few buckets"
 
 # %% [markdown]
 # While it is packed, a bucket exists twice: gradients and flat tensor. With the last bucket all others are there too,
-# and during the broadcasts two buckets of parameters join them. With the tiny model this does not show in the peak of the picture: that comes earlier, with the activations.
+# and during the broadcasts two buckets of parameters join them (a third, until the backend has let go of the one before).
+# With the tiny model this does not show in the peak of the picture: that comes earlier, with the activations.
 #
 # ## Picture: time
 
@@ -393,7 +394,7 @@ show_table(results_table(runs.values())[columns], runs["zero1-bucket"].setting)
 # - $n$ calls pay the latency $n$ times; a bucket pays it once for many gradients. The bytes stay the same.
 # - Pack with `reshape` and `cat`, one dtype a bucket; unpack as views; a flag per parameter says who was used.
 # - Buckets are planned, after the first step in the order in which gradients come, and launched so on every rank.
-# - The price: a bucket or two more in memory, for a moment. What remains is the block of step and broadcasts.
+# - The price: a few buckets more in memory, for a moment. What remains is the block of step and broadcasts.
 #
 # ## Exercises
 #
