@@ -672,3 +672,14 @@ def test_ranks_end_when_the_kernel_is_killed(kernel, run):
     os.kill(kernel.pid, signal.SIGKILL)
     assert gone(pids, within=10)
     assert not os.path.exists(private)
+
+
+def test_a_stack_that_cannot_be_read_costs_no_rank(run):
+    run("from zero1_helpers import worker\nread_stack = worker.describe_stack")
+    run("import sys\nfor name in ('__main__', 'zero1_helpers.worker'):\n"
+        "    vars(sys.modules[name])['describe_stack'] = lambda frame: 1 / 0")  # fmt: skip
+    long_cell = run("import time\ntime.sleep(3)\nprint('done')")  # looked at after two seconds
+    run("for name in ('__main__', 'zero1_helpers.worker'):\n"
+        "    vars(sys.modules[name])['describe_stack'] = read_stack")  # fmt: skip
+    assert not long_cell.error, long_cell.error
+    assert not run("rank").error

@@ -119,7 +119,10 @@ class Worker(DistributedWorker):
         if self.number is not None:
             frame = sys._current_frames()[threading.main_thread().ident]
             state |= {"request": self.request, "seconds": time.monotonic() - self.began}
-            state["where"], state["stack"] = describe_stack(frame)
+            try:
+                state["where"], state["stack"] = describe_stack(frame)
+            except Exception as error:  # it runs on while we look
+                state |= {"where": f"in its cell, whose stack cannot be read ({error!r})", "stack": ""}
         return state
 
     def _leave(self) -> None:

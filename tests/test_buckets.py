@@ -1,0 +1,71 @@
+"""Buckets follow rank 0's gradients from the second step on; broadcasts in buckets change no bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero1_helpers import SimpleDDPAsync, SimpleDDPBucket, ZeROOne
+
+from .models import MLP, data, loss_of, make
+
+
+class OtherOrder(MLP):
+    """Two layers of one shape, which rank 0 uses the other way round."""
+
+    def forward(self, x):
+        layers = list(self.layers[1:3])
+        for layer in layers if dist.get_rank() else reversed(layers):
+            x = torch.tanh(layer(x if x.shape[1] == 8 else torch.tanh(self.layers[0](x))))
+        return self.layers[3](x)
+
+
+def plans(rank, world_size):
+    """Names in the plan before the first step, after it and after the second; and what arrived here."""
+    model = make(OtherOrder)
+    ddp = SimpleDDPAsync(model)
+    names = {p: name for name, p in model.named_parameters()}
+    seen, arrived = [], []
+    for p in names:
+        p.register_post_accumulate_grad_hook(lambda p: arrived.append(names[p]))
+    for step in range(2):
+        seen.append([names[b.params[0]] for b in ddp.buckets])
+        x, y = data(step, world_size)
+        loss_of(ddp, x[rank], y[rank]).backward()
+        ddp.wait_for_gradients()
+        ddp.zero_grad()
+    return [*seen, [names[b.params[0]] for b in ddp.buckets]], arrived[: len(names)], list(names.values())
+
+
+def test_the_plan_is_rank_0s_order_of_arrival_on_every_rank(ranks):
+    (first, arrived, names), *others = ranks(plans, 3)
+    assert first[0] == names[::-1]
+    assert first[1] == first[2] == arrived != first[0]
+    for plan, arrived_there, _ in others:
+        assert plan == first and arrived_there != arrived
+
+
+def step_in_buckets(rank, world_size, cap):
+    found, sent, real = [], [], dist.broadcast
+    for bucket_cap_mb in (None, cap):
+        model = make(MLP)
+        ddp = SimpleDDPBucket(model, cap)
+        optimizer = ZeROOne(torch.optim.Adam(model.parameters(), lr=0.1), bucket_cap_mb=bucket_cap_mb)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "broadcast", lambda t, **kwargs: sent.append(t.numel()) or real(t, **kwargs))
+            for step in range(3):
+                x, y = data(step, world_size)
+                loss_of(ddp, x[rank], y[rank]).backward()
+                ddp.wait_for_gradients()
+                sent.clear()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((torch.cat([p.detach().reshape(-1) for p in model.parameters()]), list(sent)))
+    (plain, one_by_one), (bucketed, together) = found
+    return torch.equal(plain, bucketed), one_by_one, together
+
+
+@pytest.mark.parametrize(("cap", "calls"), [(0, 8), (25, 3)])
+def test_broadcasts_in_buckets_send_the_same_in_fewer_calls(ranks, cap, calls):
+    for equal, one_by_one, together in ranks(step_in_buckets, 3, cap):
+        assert equal and len(one_by_one) == 8
+        assert len(together) == calls and sum(together) == sum(one_by_one)
