@@ -111,13 +111,11 @@ def run_record(args) -> int:
         raise ValueError(f"{args.out} is not a run, and not empty; name another folder")
     args.out.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
-    environment = {
-        "OMP_NUM_THREADS": str(threads),
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    if args.link == "none":
         # glibc: give a freed gradient back to the system at once. Kept in the heap, the gaps
-        # between blocks of the full-size model took as much memory again.
-        "MALLOC_MMAP_THRESHOLD_": str(1024 * 1024),
-        **os.environ,
-    }
+        # between blocks of the full-size model took as much memory again. It costs time.
+        environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(1024 * 1024))
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
     command = [sys.executable, "-m", *torchrun, "-m", "zero1_helpers", *sys.argv[1:]]
     return subprocess.run(command, env=environment).returncode

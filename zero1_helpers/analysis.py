@@ -7,6 +7,9 @@ CUDA traces as they are and CPU runs through `runs.lane_view`. What its numbers 
   kernel runs, in which only others do (communication, copies: "non-compute"), and neither (idle);
 - overlap: the share of communication time during which a compute kernel runs too.
 
+The first of several steps warms up: it makes the state, and after it buckets are planned anew. Times are
+those of the later steps, memory is that of all.
+
 Everywhere `run` is a `runs.Run`; where only traces matter, {rank: path} will do as well. Times in
 frames are in the unit that the column names; memory is in bytes.
 """
@@ -110,7 +113,7 @@ def exposed_comm(run) -> pd.DataFrame:
 
 
 def _hta(run):
-    """HTA's TraceAnalysis of every rank, all recorded steps counted. Read once per run."""
+    """HTA's TraceAnalysis of every rank, of all steps but the first. Read once per run."""
     logging.getLogger("hta").setLevel(logging.ERROR)
     from hta.common.trace import Trace
     from hta.trace_analysis import TraceAnalysis
@@ -120,6 +123,9 @@ def _hta(run):
             self.t = Trace(trace_files)
             # HTA's own constructor forks one process per rank, bad inside a notebook kernel.
             self.t.load_traces(include_last_profiler_step=True, use_multiprocessing=False)
+            names = self.t.symbol_table.get_sym_table()
+            for rank, events in self.t.traces.items():
+                self.t.traces[rank] = _without_first_step(events, names)
 
     frames = getattr(run, "frames", {})
     if "hta" not in frames:
@@ -130,6 +136,12 @@ def _hta(run):
             if events is None or not events["stream"].ge(0).any():
                 raise RunError(f"{path}: no kernel on a stream; a CPU trace needs lane_view")
     return frames["hta"]
+
+
+def _without_first_step(events: pd.DataFrame, names) -> pd.DataFrame:
+    steps = events["name"].map(lambda name: names[name].startswith("ProfilerStep#"))
+    starts = sorted(events.loc[steps & events["stream"].lt(0), "ts"])
+    return events[events["ts"] >= starts[1]] if len(starts) > 1 else events
 
 
 # Memory

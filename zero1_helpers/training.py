@@ -21,14 +21,16 @@ from .link import Link, current, emulate, transport
 from .memory_math import bytes_sent, nbytes
 from .partition import by_bytes
 from .phases import phase
-from .profiling import RunProfiler, get_profiler
+from .profiling import RunProfiler, gather, get_profiler, touch_free_memory
 from .workload import (
     COMMON_SEED,
+    Preset,
     describe_data,
     get_dataloader,
     get_dataset,
     get_preset,
     get_smol_model,
+    meta_smol_model,
     set_seed,
     shard_dataset,
 )
@@ -211,12 +213,18 @@ def record(
     shard = shard_dataset(get_dataset(preset)["train"], dist.get_rank(), dist.get_world_size())
     model = get_smol_model(preset).to(device)
     model, optimizer = variant.build(model, lr, preset.bucket_cap_mb)
-    batches = islice(get_dataloader(shard, batch_size), steps)
+    batches = islice(endless(get_dataloader(shard, batch_size)), steps)
     about = describe(variant.name, shard, batch_size)
     with get_profiler(
         out, steps, model=model, optimizer=optimizer, keep_raw=keep_raw, **about
     ) as profiler:
         return train(model, optimizer, batches, variant.after_backward, profiler)
+
+
+def endless(loader: Iterable[dict]) -> Iterable[dict]:
+    """The batches of one epoch after another."""
+    while True:
+        yield from loader
 
 
 def use_link(link: str, preset: str | None = None, batch_size: int | None = None) -> Link | None:
@@ -229,16 +237,28 @@ def auto_link(
 ) -> Link:
     """A link as slow, for this machine's compute, as the post's was for four GPUs.
 
-    Measures a step without communication, all ranks at once; then `share` of the baseline's step (the
-    post's 16 %) is communication, if all that SimpleDDP sends takes share / (1 - share) of that time.
-    A tenth of it is latency. Called on every rank; all get the same link.
+    Measures a step without communication, of all ranks at once and under the profiler, as it will be
+    recorded. `share` of the baseline's step (the post's 16 %) is communication if all that SimpleDDP sends
+    takes share / (1 - share) of that time. A fifth of it is latency. Called on every rank; all get the same.
     """
     preset = get_preset(preset)
     emulate(None)
+    params = [p for p in meta_smol_model(preset).parameters() if p.requires_grad]
+    compute = compute_seconds(preset, batch_size or preset.batch_size, steps)
+    communication, collectives = share / (1 - share) * compute, len(params) + 1
+    sent = bytes_sent("all_reduce", nbytes(params), dist.get_world_size())
+    return Link(
+        bandwidth=max(sent, 1) / (0.8 * communication),
+        latency=0.2 * communication / collectives,
+        source=f"auto: the baseline communicates for {share:.0%} of a step of {compute:.3g} s compute",
+    )
+
+
+def compute_seconds(preset: Preset, batch_size: int, steps: int) -> float:
+    """The median step without communication, on the slowest rank."""
     set_seed()
     shard = shard_dataset(get_dataset(preset)["train"], dist.get_rank(), dist.get_world_size())
     model = get_smol_model(preset)
-    batches = islice(get_dataloader(shard, batch_size or preset.batch_size), steps + 1)
     seconds, began = [], []
 
     def step_alone(model, optimizer):
@@ -252,14 +272,9 @@ def auto_link(
             began.append(time.perf_counter())
             yield batch
 
-    train(model, adam(model, 1e-3), timed(batches), step_alone)
-    compute = torch.tensor(sorted(seconds[1:])[steps // 2])  # the first one makes the state
-    dist.all_reduce(compute, op=dist.ReduceOp.MAX)
-    params = [p for p in model.parameters() if p.requires_grad]
-    communication = share / (1 - share) * compute.item()
-    sent = bytes_sent("all_reduce", nbytes(params), dist.get_world_size())
-    return Link(
-        bandwidth=max(sent, 1) / (0.9 * communication),
-        latency=0.1 * communication / (len(params) + 1),
-        source=f"auto: the baseline communicates for {share:.0%} of a step of {compute.item():.3g} s compute",
-    )
+    batches = islice(endless(get_dataloader(shard, batch_size)), steps + 1)
+    touch_free_memory()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True):
+        train(model, adam(model, 1e-3), timed(batches), step_alone)
+    return max(gather(sorted(seconds[1:])[steps // 2]))  # the first one makes the state
+

@@ -4,7 +4,9 @@ Names and defaults are the post's. A preset says how large:
 
 - `smollm2-360m`: SmolLM2-360M-Instruct and GLUE MRPC from the hub or its cache. What cannot be had
   is replaced, and this is said: the same architecture with random weights, the pairs in `data/`.
-- `tiny`: the same family with 870 thousand float32 parameters, for four ranks on two CPU cores.
+- `small`: the same family with 12.3 million float32 parameters: seconds a step on a few CPU cores, so that
+  computing takes its time beside communication, as it did for the post;
+- `tiny`: 870 thousand parameters, when only the result matters (tests).
 """
 
 import functools
@@ -55,18 +57,20 @@ def _llama(hidden, layers, heads, kv_heads, intermediate, vocab, positions) -> d
 
 
 _TINY = _llama(128, 4, 4, 2, 352, 1024, 512)
+_SMALL = _llama(512, 4, 8, 4, 1408, 1024, 512)
 _SMOL = _llama(960, 32, 15, 5, 2560, 49_152, 8192)
 PRESETS = {
     "tiny": Preset("tiny", "tiny Llama", "float32", 8, 0.5, False, _TINY),
+    "small": Preset("small", "small Llama", "float32", 32, 2, False, _SMALL),
     "smollm2-360m": Preset("smollm2-360m", "SmolLM2-360M", "bfloat16", 16, 25, True, _SMOL),
 }
 
 
 def get_preset(preset: str | Preset | None = None) -> Preset:
-    """A preset by name; None: $ZERO1_PRESET, else `smollm2-360m` with CUDA and `tiny` without."""
+    """A preset by name; None: $ZERO1_PRESET, else `smollm2-360m` with CUDA and `small` without."""
     if isinstance(preset, Preset):
         return preset
-    default = "smollm2-360m" if torch.cuda.is_available() else "tiny"
+    default = "smollm2-360m" if torch.cuda.is_available() else "small"
     name = preset or os.environ.get("ZERO1_PRESET") or default
     if name not in PRESETS:
         origin = "" if preset else " in $ZERO1_PRESET"
