@@ -2,7 +2,9 @@
 # Another Python: make run PYTHON=python3.12    More for pytest or lab: make test ARGS="-k parity"
 
 PYTHON        ?= python3
-RECORD_PRESET ?= tiny
+RECORD_PRESET ?= small
+# One link for all runs: what --link auto chose, for as many tokens a step that computing dominates.
+RECORD_ARGS   ?= --link '52MB/s + 9ms' --batch-size 80
 RANKS         ?= 4
 PARTS         ?= *
 ARGS          ?=
@@ -69,7 +71,7 @@ record: $(STAMP)
 	@variants=`$(PY) -c 'from zero1_helpers.training import VARIANTS; print(*VARIANTS)'` && \
 	for variant in $$variants; do echo "Recording $(RECORD_PRESET), $$variant ..."; \
 	  $(PY) -m zero1_helpers record --variant $$variant --preset $(RECORD_PRESET) \
-	    --ranks $(RANKS) --steps 4 --out traces/$(RECORD_PRESET)/$$variant || exit 1; done
+	    --ranks $(RANKS) --steps 4 $(RECORD_ARGS) --out traces/$(RECORD_PRESET)/$$variant || exit 1; done
 
 bench: $(STAMP)
 	@$(PY) benchmarks/race.py $(ARGS)

@@ -683,3 +683,11 @@ def test_a_stack_that_cannot_be_read_costs_no_rank(run):
         "    vars(sys.modules[name])['describe_stack'] = read_stack")  # fmt: skip
     assert not long_cell.error, long_cell.error
     assert not run("rank").error
+
+
+def test_a_listener_that_fails_says_why_before_its_rank_ends(run):
+    run("import gc\n(worker,) = [o for o in gc.get_objects() if type(o).__name__ == 'Worker']\n"
+        "if rank == 1:\n    worker._take = lambda number, kind, data: 1 / 0")  # fmt: skip
+    run("%dist_status")  # asks every rank
+    error = run("rank").error
+    assert "rank 1 died" in error and "ZeroDivisionError" in error

@@ -71,7 +71,7 @@ def make_data_module():
 
 def test_default_preset(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert get_preset() is PRESETS["tiny"]
+    assert get_preset() is PRESETS["small"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert get_preset() is PRESETS[SMOL]
     monkeypatch.setenv("ZERO1_PRESET", "tiny")
@@ -82,7 +82,7 @@ def test_default_preset(monkeypatch):
 
 
 def test_unknown_preset_is_one_clear_line(monkeypatch):
-    with pytest.raises(ValueError, match="unknown preset 'big': choose one of tiny, smollm2-360m$"):
+    with pytest.raises(ValueError, match="unknown preset 'big': choose one of tiny, small, smollm2-360m$"):
         get_smol_model("big")
     monkeypatch.setenv("ZERO1_PRESET", "huge")
     with pytest.raises(ValueError, match=r"'huge' in \$ZERO1_PRESET: choose one of"):

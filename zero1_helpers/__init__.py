@@ -11,7 +11,7 @@ from .ddp import SimpleDDP, SimpleDDPAsync, SimpleDDPBucket  # noqa: E402
 from .flat import FlatShardedOptimizer, SimpleDDPReduceScatter  # noqa: E402
 from .partition import by_bytes, by_count  # noqa: E402
 from .profiling import get_profiler  # noqa: E402
-from .training import VARIANTS, record, record_missing, train  # noqa: E402
+from .training import VARIANTS, record, record_missing, train, use_link  # noqa: E402
 from .workload import (  # noqa: E402
     get_dataloader,
     get_dataset,
@@ -45,6 +45,7 @@ __all__ = [
     "set_seed",
     "shard_dataset",
     "train",
+    "use_link",
 ]
 
 

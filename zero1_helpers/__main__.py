@@ -1,8 +1,8 @@
 """`zero1`, or `python -m zero1_helpers`: record | figures | report | view | export-trace | plan."""
 
 import argparse
+import logging
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ def parse(argv):
     record = commands.add_parser("record", help="train one variant under the profiler, write a run")
     record.add_argument("--variant", required=True, help="ddp, zero1, zero1-async, …")
     record.add_argument(
-        "--preset", default="tiny", help="tiny or smollm2-360m (default: %(default)s)"
+        "--preset", default="small", help="tiny, small (default) or smollm2-360m"
     )
     record.add_argument(
         "--ranks", type=int, default=4, help="processes to start (default: %(default)s)"
@@ -94,9 +94,9 @@ def parse(argv):
 
 
 def run_record(args) -> int:
-    """Start the ranks with torchrun; or be one of them, when torchrun started this process."""
+    """Start the ranks; or be one of them, when torchrun started this process."""
     from .link import parse_link
-    from .training import get_variant
+    from .training import get_variant, join
     from .workload import get_preset
 
     get_variant(args.variant)
@@ -105,49 +105,40 @@ def run_record(args) -> int:
         parse_link(args.link)
     if args.ranks < 1 or args.steps < 1 or (args.batch_size or 1) < 1:
         raise ValueError("--ranks, --steps and --batch-size are 1 or more")
+    what = (args.variant, args.preset, args.steps, args.out, args.link, args.batch_size, args.raw)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return record_on_this_rank(args)
+        return join(*what) or 0
     if args.out.exists() and not (args.out / "run.json").exists() and any(args.out.iterdir()):
         raise ValueError(f"{args.out} is not a run, and not empty; name another folder")
     args.out.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if args.link == "none":
         # glibc: give a freed gradient back to the system at once. Kept in the heap, the gaps
         # between blocks of the full-size model took as much memory again. It costs time.
-        environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(1024 * 1024))
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-    command = [sys.executable, "-m", *torchrun, "-m", "zero1_helpers", *sys.argv[1:]]
-    return subprocess.run(command, env=environment).returncode
+        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1024 * 1024))
+    return launch(args.ranks, join, what)
 
 
-def record_on_this_rank(args) -> int:
-    import torch
-    import torch.distributed as dist
+def launch(ranks: int, function, arguments: tuple) -> int:
+    """What torchrun does, from Python: its command gives each rank a session, and Linux shares the cores
+    among sessions first, so that a rank's threads wait for the other ranks."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from .runs import load_run
-    from .training import record, use_link
-
-    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    on_gpus = torch.cuda.device_count() >= local_ranks
-    device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    elif int(os.environ["WORLD_SIZE"]) == local_ranks:
-        # One machine: stay on it, whatever a VPN has done to the host's name.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the same at more length
+    config = LaunchConfig(1, 1, ranks, run_id="zero1", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                          max_restarts=0)  # fmt: skip
     try:
-        link = use_link(args.link, args.preset, args.batch_size)
-        if dist.get_rank() == 0 and link:
-            print(f"emulated link {link} ({link.source})")
-        record(args.variant, args.preset, args.steps, args.out, batch_size=args.batch_size, device=device,
-               keep_raw=args.raw)  # fmt: skip
-        if dist.get_rank() == 0:
-            print(f"{args.out}: {load_run(args.out).caption}")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+        elastic_launch(config, function)(*arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        said = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
+        print(f"zero1 record: rank {rank}: {said['message']}", file=sys.stderr)
+        if not said["message"].startswith("ValueError"):  # those say what to do
+            print(said.get("extraInfo", {}).get("py_callstack", ""), file=sys.stderr)
+        return 1
     return 0
 
 

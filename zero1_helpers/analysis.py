@@ -87,6 +87,12 @@ def kernel_breakdown(run) -> tuple[pd.DataFrame, pd.DataFrame]:
     return kinds, kernels.reset_index(drop=True)
 
 
+def step_seconds(run) -> float:
+    """The median step after the first."""
+    seconds = run.record["step_seconds"]
+    return float(pd.Series(seconds[1:] or seconds).median())
+
+
 def exposed_comm(run) -> pd.DataFrame:
     """Per rank and per step, in us: comm_us, and the exposed_us of it that no compute hides."""
     from hta.utils.utils import get_kernel_type, merge_kernel_intervals

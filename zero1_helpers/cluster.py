@@ -168,7 +168,9 @@ class RankProcesses(ProcessManager):
             process = subprocess.Popen(
                 [sys.executable, "-m", "zero1_helpers.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=printed,
-                stderr=subprocess.STDOUT, start_new_session=True,
+                # A group of its own, to be ended with its children; not a session, because Linux shares
+                # the cores among sessions first, and a rank's threads then wait for the other ranks.
+                stderr=subprocess.STDOUT, process_group=0,
                 env=environment | {"RANK": str(number), "LOCAL_RANK": str(number)})
             theirs.close()
             os.close(printed)

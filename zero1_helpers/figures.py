@@ -215,7 +215,7 @@ def before_and_after(before, after, names=("before", "after"), theme: str = "lig
     model = [[runs[name].record["model"]["parameters"] for name in variants] for runs in sets]
     colours = (COLOURS["other"], COLOURS["params"])
     panels = (("states, peak", _states, _size), ("non-compute", _non_compute, "{:.0f} %".format),
-              ("overlap", _overlapped, _overlap), ("step", _step_s, "{:.2f} s".format))
+              ("overlap", _overlapped, _overlap), ("step", analysis.step_seconds, "{:.2f} s".format))
     with _look(theme) as look:
         fig, frame = _canvas(1.4 + 0.5 * len(variants), "Two sets of runs",
                              f"{names[0]} against {names[1]}", _setting([*before, *after]), left=1.25)
@@ -259,10 +259,6 @@ def _non_compute(run: Run) -> float:
 
 def _overlapped(run: Run) -> float:
     return analysis.comm_comp_overlap(run)["overlap_pct"].mean()
-
-
-def _step_s(run: Run) -> float:
-    return float(np.median(run.record["step_seconds"]))
 
 
 def bytes_per_rank(runs, theme: str = "light") -> Figure:

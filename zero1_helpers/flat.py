@@ -43,8 +43,9 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
         wait_for_gradients   _finish the buckets that are left
         optimizer.step()     all of this that is not done yet, then wait for the parameters
 
-    Buckets and their flat weights are the optimizer's. The order of collectives is the order of the
-    buckets and nothing else. `wait_for_broadcasts()` waits for the parameters, too: the loop of
+    Buckets and their flat weights are the optimizer's. They are launched in a planned order, after the
+    first step that in which they were full on rank 0, and the order of collectives is nothing else.
+    `wait_for_broadcasts()` waits for the parameters, too: the loop of
     SimpleDDPBucketAsync runs unchanged. With `step_in_backward=False` all steps are made by
     `optimizer.step()`: for clipping by the global norm, for GradScaler, and for a model in which
     backward reads a parameter whose own gradient is complete (autograd raises otherwise).
@@ -60,7 +61,6 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
         self.step_in_backward, self.lazy_gather = step_in_backward, lazy_gather
         kwargs.setdefault("process_group", zero1_optimizer.process_group)
         super().__init__(model, zero1_optimizer.partition.bucket_cap_mb, **kwargs)
-        self._arrived = None  # weights lie in the order of the first plan, and stay there
         self._side_stream = torch.cuda.Stream() if any(p.is_cuda for p in self._names) else None
         check_negative_zero(self.buckets, self.process_group)
         zero1_optimizer.wrapper = self
@@ -74,7 +74,11 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
                 )
         if held - set(self._names):
             raise ValueError("the optimizer has a parameter that is not in the model, or is frozen")
-        return self.zero1_optimizer.buckets
+        place = {p: i for i, p in enumerate(reversed(params))}  # weights stay where they lie
+        buckets = sorted(self.zero1_optimizer.buckets, key=lambda b: max(place[p] for p in b.params))
+        for index, bucket in enumerate(buckets):
+            bucket.index = index
+        return buckets
 
     def forward(self, *args, **kwargs):
         if any(

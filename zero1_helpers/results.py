@@ -5,7 +5,7 @@ from numbers import Integral
 
 import pandas as pd
 
-from .analysis import comm_comp_overlap, temporal_breakdown
+from .analysis import comm_comp_overlap, step_seconds, temporal_breakdown
 from .runs import Run
 from .training import VARIANTS
 
@@ -49,7 +49,7 @@ def results_table(runs: Iterable[Run]) -> pd.DataFrame:
             "overlap_pct": comm_comp_overlap(run)["overlap_pct"].mean(),
             "collectives": sum(c["calls"] for c in r["collectives"]),
             "sent": sum(c["bytes_sent"] for c in r["collectives"]) / 1e6,
-            "step_s": float(pd.Series(r["step_seconds"]).median()),
+            "step_s": step_seconds(run),
             "loss": r["losses"][-1] if r["losses"] else None,
         })  # fmt: skip
     return pd.DataFrame(rows).set_index("variant")

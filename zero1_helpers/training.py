@@ -5,9 +5,11 @@ what is called between `backward()` and the next batch; that is all a `Variant` 
 """
 
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,11 +19,12 @@ from torch import nn
 
 from .ddp import SimpleDDP, SimpleDDPAsync, SimpleDDPBucket
 from .flat import FlatShardedOptimizer, SimpleDDPReduceScatter
-from .link import Link, current, emulate, transport
+from .link import Link, current, emulate, parse_link, transport
 from .memory_math import bytes_sent, nbytes
 from .partition import by_bytes
 from .phases import phase
 from .profiling import RunProfiler, gather, get_profiler, touch_free_memory
+from .runs import load_run
 from .workload import (
     COMMON_SEED,
     Preset,
@@ -212,6 +215,7 @@ def record(
     set_seed()
     shard = shard_dataset(get_dataset(preset)["train"], dist.get_rank(), dist.get_world_size())
     model = get_smol_model(preset).to(device)
+    warm_up(model, endless(get_dataloader(shard, batch_size)))
     model, optimizer = variant.build(model, lr, preset.bucket_cap_mb)
     batches = islice(endless(get_dataloader(shard, batch_size)), steps)
     about = describe(variant.name, shard, batch_size)
@@ -221,15 +225,74 @@ def record(
         return train(model, optimizer, batches, variant.after_backward, profiler)
 
 
+def warm_up(model: nn.Module, batches: Iterable[dict], passes: int = 2) -> None:
+    """Forward and backward passes that change nothing: the heap grows, and libraries choose their kernels."""
+    for batch in islice(batches, passes):
+        batch = {name: tensor.to(next(model.parameters()).device) for name, tensor in batch.items()}
+        model(**batch).loss.backward()
+        model.zero_grad()
+
+
+def join(variant: str, preset: str, steps: int, out, link: str, batch_size: int | None, keep_raw: bool):
+    """`record` as one of the ranks that torchrun or its launcher has started: the environment says which."""
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    on_gpus = torch.cuda.device_count() >= local_ranks
+    device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    elif int(os.environ["WORLD_SIZE"]) == local_ranks:
+        # One machine: stay on it, whatever a VPN has done to the host's name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    try:
+        use_link(link, preset, batch_size)
+        record(variant, preset, steps, out, batch_size=batch_size, device=device, keep_raw=keep_raw)
+        if dist.get_rank() == 0:
+            print(f"{out}: {load_run(out).caption}")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
 def endless(loader: Iterable[dict]) -> Iterable[dict]:
     """The batches of one epoch after another."""
+    if len(loader) == 0:
+        raise ValueError(f"{len(loader.dataset)} examples are too few for a batch of {loader.batch_size}")
     while True:
         yield from loader
 
 
-def use_link(link: str, preset: str | None = None, batch_size: int | None = None) -> Link | None:
-    """`emulate`, where "auto" stands for the link that `auto_link` measures. Called on every rank."""
-    return emulate(auto_link(preset, batch_size) if link == "auto" else link)
+def use_link(
+    link: str = "auto", preset: str | None = None, batch_size: int | None = None, folder=None
+) -> Link | None:
+    """`emulate`, where "auto" stands for the link that `auto_link` measures. Called on every rank.
+
+    With `folder`, "auto" is the link of the runs that it holds of this preset on as many ranks, if there
+    are any: runs are compared on one link. Rank 0 says which it is. Over NCCL the link is a real one, and
+    nothing is done.
+    """
+    if dist.get_backend() == "nccl":
+        return None
+    chosen = [None]
+    if link == "auto" and folder is not None and dist.get_rank() == 0:
+        chosen = [_link_of_runs(Path(folder), get_preset(preset).name)]
+    dist.broadcast_object_list(chosen, src=0)
+    if chosen[0]:
+        link = emulate(replace(parse_link(chosen[0]), source="that of the runs that are there"))
+    else:
+        link = emulate(auto_link(preset, batch_size) if link == "auto" else link)
+    if link and dist.get_rank() == 0:
+        print(f"emulated link {link} ({link.source})")
+    return link
+
+
+def _link_of_runs(folder: Path, preset: str) -> str | None:
+    """The link of the latest run in `folder` of this preset on as many ranks, as text."""
+    for file in sorted(folder.glob("*/run.json"), key=lambda f: f.stat().st_mtime, reverse=True):
+        run = json.loads(file.read_text())
+        if (run["preset"], run["world_size"]) == (preset, dist.get_world_size()) and run["link"] != "none":
+            return run["link"]
+    return None
 
 
 def auto_link(
@@ -247,9 +310,9 @@ def auto_link(
     compute = compute_seconds(preset, batch_size or preset.batch_size, steps)
     communication, collectives = share / (1 - share) * compute, len(params) + 1
     sent = bytes_sent("all_reduce", nbytes(params), dist.get_world_size())
-    return Link(
-        bandwidth=max(sent, 1) / (0.8 * communication),
-        latency=0.2 * communication / collectives,
+    link = Link(max(sent, 1) / (0.8 * communication), latency=0.2 * communication / collectives)
+    return replace(
+        parse_link(str(link)),  # rounded, as it is written into a run
         source=f"auto: the baseline communicates for {share:.0%} of a step of {compute:.3g} s compute",
     )
 

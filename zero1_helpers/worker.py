@@ -81,7 +81,11 @@ class Worker(DistributedWorker):
             while os.getppid() == self.kernel:  # a fork of the kernel can hold its end open
                 if self.connection.poll(1.0):
                     self._take(*self.connection.recv())
-        finally:  # also when the other end is closed
+        except (EOFError, OSError):
+            pass  # the other end is closed
+        except BaseException:
+            traceback.print_exc()  # an error of ours: the kernel shows what a rank said last
+        finally:
             self._leave()
 
     def _take(self, number: int, kind: str, data) -> None:
@@ -128,7 +132,7 @@ class Worker(DistributedWorker):
     def _leave(self) -> None:
         """End at once, with all processes that this rank started. The cluster ends with it."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        os.killpg(os.getpid(), signal.SIGKILL)  # our own group: the kernel gave us a new session
+        os.killpg(os.getpid(), signal.SIGKILL)  # our own group: the kernel gave us one
 
     def _send(self, number: int, answer: dict) -> None:
         with self.sending:
@@ -168,7 +172,7 @@ class Worker(DistributedWorker):
             self.namespace |= dict(gpu_id=self.gpu_id, device=device)
             self.device = f"GPU {self.gpu_id}, {torch.cuda.get_device_name(device)}"
         else:  # with fewer GPUs than ranks, CUDA is there but not used
-            os.environ.setdefault("ZERO1_PRESET", "tiny")
+            os.environ.setdefault("ZERO1_PRESET", "small")
         # A file in a private folder, because a TCPStore listens on every interface.
         store = dist.FileStore(os.path.join(self.folder, "store"), self.world_size)
         with closed_to_others():

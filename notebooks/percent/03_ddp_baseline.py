@@ -10,6 +10,14 @@
 # %dist_init --num-processes 4
 
 # %% [markdown]
+# On a CPU the network between ranks is a copy in memory, made by the cores that also compute: nothing could hide behind anything. So in notebooks 03 to 08 the ranks get a *link*, an emulated one. Data travel as before, and results stay exact; but a collective ends no earlier than a link of some latency and bandwidth would have it, and a rank that waits for it sleeps. `use_link` measures steps that only compute, and takes the link on which the baseline should communicate for 16 % of a step, the post's share. (On GPUs the line does nothing: the link is a real one.)
+
+# %%
+from zero1_helpers import use_link
+
+link = use_link(folder="../build/runs")
+
+# %% [markdown]
 # ## Predict
 #
 # The baseline trains for four steps with Adam, one all-reduce after another when backward is done.
@@ -251,7 +259,7 @@ for name in ("params", "opt_state", "grads", "activations", "temporaries"):
 print(f"activations are at {100 * peak['activations'] / line['activations'].max():.0f} % of their own peak")
 
 # %% [markdown]
-# In the post (360 million parameters, bf16) the peak is 5.76 GB and the state 1.39 GB of it, a quarter. Compare the shares: a tiny model on a few tokens has small tensors, but still an activation for every token and layer. That is why this series also looks at *states*, `params + grads + opt_state + buckets`: the part that ZeRO is about.
+# In the post (360 million parameters, bf16) the peak is 5.76 GB and the state 1.39 GB of it, a quarter. Compare the shares: a small model has small tensors, but still an activation for every token and layer. That is why this series also looks at *states*, `params + grads + opt_state + buckets`: the part that ZeRO is about.
 #
 # What no chart of this kind shows: on GPUs, NCCL takes its communication buffers from CUDA directly. PyTorch's profiler does not see them, so the device is fuller than the chart says. gloo's buffers are invisible in the same way.
 
@@ -268,13 +276,16 @@ from zero1_helpers.figures import temporal_breakdown as draw_temporal
 show(draw_temporal(run))
 
 # %% [markdown]
-# *compute*: a compute kernel runs. *non-compute*: only something else does, mostly a collective. *idle*: nothing runs, for example Python between two operations. Look at the middle part: it is what the later notebooks fight.
+# *compute*: a compute kernel runs. *non-compute*: only something else does, mostly a collective. *idle*: nothing runs, for example Python between two operations. Look at the middle part: it is what the later notebooks fight. Times are those of the steps after the first, which also makes the state.
 
 # %%
 # %%local
 parts = temporal_breakdown(run)[["compute_pct", "non_compute_pct", "idle_pct"]]
 assert ((parts.sum(axis=1) - 100).abs() < 0.1).all()
 print(f"non-compute {parts['non_compute_pct'].mean():.0f} % here; the post: 16 %")
+
+# %% [markdown]
+# The link was chosen for this number, so it says nothing about the machine; how far it is off says how unsteady the machine is. What every later variant makes of the same link is its own merit.
 
 # %% [markdown]
 # ### Overlap
@@ -289,7 +300,7 @@ show(overlap(run))
 assert (comm_comp_overlap(run)["overlap_pct"] < 5).all()
 
 # %% [markdown]
-# Third prediction: none. The loop waits for each all-reduce before it goes on, so there is nothing to hide behind. This does not depend on the machine; that is why it can be asserted. (The few percent that the assertion allows are for a gloo thread that the system puts to sleep just before it notes its end.)
+# Third prediction: none. The loop waits for each all-reduce before it goes on, so there is nothing to hide behind. This does not depend on the machine; that is why it can be asserted. (The few percent that the assertion allows are for a thread that the system puts to sleep just before it notes an end.)
 #
 # ### Kernels
 
@@ -347,9 +358,9 @@ print(f"backward {backward['end_ms'] - backward['start_ms']:.0f} ms, "
       f"step {step['end_ms'] - step['start_ms']:.0f} ms")
 
 # %% [markdown]
-# ## What surprises on a CPU
+# ## What the link does, and what a CPU does
 #
-# If you came here without GPUs, some of this looks wrong. It is not:
+# If you came here without GPUs: how long did a collective take, and how long should it, on such a link?
 
 # %%
 # %%local
@@ -357,17 +368,20 @@ from zero1_helpers.analysis import kernel_breakdown as kernels
 
 _, table = kernels(run)
 calls = table[table["kernel_type"] == "COMMUNICATION"]
-each = calls["sum_us"].sum() / (run.world_size * run.record["steps"] * reduce["calls"])
+each = calls["sum_us"].sum() / (run.world_size * (run.record["steps"] - 1) * reduce["calls"])
+link, size = pull("link")[0], M / reduce["calls"]
 print(run.record["hardware"], "for", run.world_size, "ranks")
-print(f"a collective: {each / 1e3:.2f} ms on average, for {M / reduce['calls'] / 1e3:.0f} kB")
-print(f"that is {M / reduce['calls'] / each:.0f} MB/s")
+print(f"a collective: {each / 1e3:.2f} ms on average, for {size / 1e3:.0f} kB")
+if link is not None:
+    print(f"on a link of {link}: {1e3 * link.seconds('all_reduce', size, run.world_size):.2f} ms")
+    assert each >= 0.99e6 * link.seconds("all_reduce", size, run.world_size)
 
 # %% [markdown]
-# - **Communication is work.** gloo adds up gradients on its own threads, on the same cores as everything else. With more ranks than cores they also queue for a core, and a collective's time includes waiting for the slowest rank. There is no wire in it, emulated or real.
-# - **Every message has a price of its own,** whatever its size. Look at the speed above and think of a memory copy. Most tensors are small, and each pays for waking up all ranks. 06 does something about it.
-# - **Shares of time are not the post's.** Compute and communication both differ from a GPU's by large factors, and not by the same one. Counts and bytes carry over; percentages do not.
-# - **Kernels are interrupted.** A bar in the kernel chart contains the time in which another rank had the core.
-# - **Activations dominate** the memory of a tiny model, as seen above.
+# - **A collective takes as long as the slowest of three**: the link, gloo, and the last rank to come. The caption of a figure says so when gloo was slower than the link in more than a few percent of the cases.
+# - **Every message has a price of its own,** whatever its size: the latency. Most tensors are small, and each pays it. 06 does something about it.
+# - **Moving data is still work.** gloo adds up gradients on its own threads, on the same cores as everything else; a link of a GPU would not take these cycles.
+# - **Kernels are interrupted.** With more ranks than cores, a bar in the kernel chart contains the time in which another rank had the core.
+# - **Activations dominate** the memory of a small model, as seen above.
 
 # %% [markdown]
 # ## The first row
@@ -391,7 +405,7 @@ assert abs(table.loc["ddp", "predicted"] * 1e6 - run.record["predicted"][0]["opt
 # - `params`, `grads` and `opt_state` meet the prediction, and every rank holds all of them: the same state, `world_size` times.
 # - `opt_state` is born in the first step. Look for the peak where the activations are, as forward turns into backward.
 # - One all-reduce for each tensor, one for the flags, nothing hidden: communication starts when backward ends.
-# - Bytes and counts carry over to GPUs, times do not.
+# - Bytes and counts carry over to GPUs. Shares of time belong to a link, here an emulated one.
 
 # %% [markdown]
 # ## Exercises

@@ -22,6 +22,14 @@
 # %dist_init --num-processes 4
 
 # %% [markdown]
+# On a CPU the ranks share the emulated link of notebook 03: only a wait can hide behind computing, and a copy in memory is none.
+
+# %%
+from zero1_helpers import use_link
+
+link = use_link(folder="../build/runs")
+
+# %% [markdown]
 # ## Predict
 #
 # 1. Which part of the communication can hide behind backward: the all-reduces, the broadcasts, or both?
@@ -327,7 +335,7 @@ show(schedule_diagram(zero1_async))
 # Reality is less tidy than the diagram:
 #
 # - A collective needs all ranks. A bar that starts early and is long is mostly waiting: for the rank that is latest in its backward.
-# - Started is not begun. gloo has two threads for each rank, and what they have not got to yet queues up behind.
+# - Started is not begun. A rank has one link, and its collectives queue on it (over gloo alone, they queue for its two threads).
 # - Where hardly any "backward" is to be seen, the gradient came right after another.
 #
 # What overlaps, then? Ask the trace: which collectives began while backward was still running?
@@ -372,7 +380,7 @@ show(kernel_breakdown(zero1_async))
 #
 # In the post this step takes non-compute time from 22 % to 13 %, and overlap from 0 % to 77 %.
 #
-# What surprises on a CPU: hidden is not free. gloo moves bytes and adds numbers on threads of its own, and these run on the same cores as backward. (NCCL also takes a part of the GPU for its kernels, but a small one; the copying is done by the link.) So look at what backward itself takes now:
+# Hidden is not free. gloo moves bytes and adds numbers on threads of its own, and these run on the same cores as backward. (NCCL also takes a part of the GPU for its kernels, but a small one.) So look at what backward itself takes now:
 
 # %%
 # %%local
@@ -384,7 +392,7 @@ for run in (zero1, zero1_async):
     print(f"{run.variant:>11}: backward takes {sum(times) / len(times):.0f} ms")
 
 # %% [markdown]
-# If the second is longer, backward has paid for the communication inside it. On a link that moves bytes by itself, it would not have. Each of these collectives is also small, and has a cost of its own however small it is; the next notebook is about that.
+# If the second is longer, backward has paid for the moving of bytes inside it: the time on the link is emulated, gloo's work is not. Each of these collectives is also small, and has a cost of its own however small it is; the next notebook is about that.
 #
 # ## Memory
 

@@ -11,6 +11,14 @@
 # %dist_init --num-processes 4
 
 # %% [markdown]
+# On a CPU the ranks share the emulated link of notebook 03, with its latency and its bandwidth.
+
+# %%
+from zero1_helpers import use_link
+
+link = use_link(folder="../build/runs")
+
+# %% [markdown]
 # ## Predict
 #
 # Say one all-reduce of $b$ bytes takes $\alpha + b / \beta$: a latency, and a time for the bytes. A model has $n$
@@ -76,8 +84,9 @@ if rank == 0:
     print(f"{len(grads)} gradients {many:.1f} ms, one flat tensor {one:.1f} ms: ratio {many / one:.1f}")
 
 # %% [markdown]
-# On a CPU, $\alpha$ is large for a reason of its own: in every call the ranks wait for one another, and when they share
-# few cores, some rank is always waiting for its turn to run.
+# $\alpha$ and $\beta$ are the link's here, if gloo keeps up with it. Without a link $\alpha$ is large on a CPU for a reason
+# of its own: in every call the ranks wait for one another, and when they share few cores, some rank is always waiting
+# for its turn to run.
 #
 # ## A bucket by hand
 #
@@ -359,7 +368,7 @@ assert 0 < extra < 3.1 * largest, "the price should be a few buckets"
 # %% [markdown]
 # While it is packed, a bucket exists twice: gradients and flat tensor. With the last bucket all others are there too,
 # and during the broadcasts two buckets of parameters join them (a third, until the backend has let go of the one before).
-# With the tiny model this does not show in the peak of the picture: that comes earlier, with the activations.
+# With a small model this does not show in the peak of the picture: that comes earlier, with the activations.
 #
 # ## Picture: time
 
@@ -373,9 +382,9 @@ show(figures.overlap(runs["zero1-bucket"]))
 show(figures.kernel_breakdown(runs["zero1-bucket"]))
 
 # %% [markdown]
-# What surprises on a CPU: a collective is work for the same cores that compute, so "hidden behind compute" means that
-# both share them and each is slower. And time in a collective includes waiting for the slowest rank. Compare variants
-# with care, and only within one machine.
+# On a CPU, moving the bytes is work for the cores that compute, so what hides makes backward a little longer. And time
+# in a collective includes waiting for the slowest rank. Compare variants with care, and only within one machine and one
+# link.
 #
 # ## The table grows
 
