@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero1_helpers import SimpleDDPAsync, SimpleDDPBucket, ZeROOne
+from zero1_helpers import (
+    FlatShardedOptimizer,
+    SimpleDDPAsync,
+    SimpleDDPBucket,
+    SimpleDDPReduceScatter,
+    ZeROOne,
+)
 
 from .models import MLP, data, loss_of, make
 
@@ -69,3 +75,28 @@ def test_broadcasts_in_buckets_send_the_same_in_fewer_calls(ranks, cap, calls):
     for equal, one_by_one, together in ranks(step_in_buckets, 3, cap):
         assert equal and len(one_by_one) == 8
         assert len(together) == calls and sum(together) == sum(one_by_one)
+
+
+def launches(rank, world_size):
+    """Names in each flat bucket, by launch, before and after the first step; and what arrived here."""
+    model = make(OtherOrder)
+    optimizer = FlatShardedOptimizer(torch.optim.SGD, model, 0, first_bucket_mb=0, lr=0.1)
+    ddp = SimpleDDPReduceScatter(model, optimizer)
+    names = {p: name for name, p in model.named_parameters()}
+    weights, arrived, plans = [b.weights.data_ptr() for b in optimizer.buckets], [], []
+    for p in names:
+        p.register_post_accumulate_grad_hook(lambda p: arrived.append(names[p]))
+    for step in range(2):
+        plans.append([names[b.params[0]] for b in ddp.buckets])
+        x, y = data(step, world_size)
+        loss_of(ddp, x[rank], y[rank]).backward()
+        optimizer.step()
+    assert [b.index for b in ddp.buckets] == list(range(len(names)))
+    assert [b.weights.data_ptr() for b in optimizer.buckets] == weights  # they stay where they lie
+    return plans, arrived[: len(names)]
+
+
+def test_flat_buckets_are_launched_as_they_fill_on_rank_0(ranks):
+    (plans, arrived), *others = ranks(launches, 3)
+    assert plans[1] == arrived != plans[0]
+    assert all(its_plans == plans and its_arrived != arrived for its_plans, its_arrived in others)

@@ -1,7 +1,9 @@
 """The emulated link: exact results, the time that was asked for, and clear words for what it cannot do."""
 
+import os
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero1_helpers as z
 from zero1_helpers import link as links
-from zero1_helpers.link import Link, Passage, emulate, lane, late_share, parse_link
+from zero1_helpers.link import Link, Passage, current, emulate, lane, late_share, parse_link
 from zero1_helpers.runs import load_run
 
 MB = 1e6
@@ -232,13 +234,19 @@ def record_on_a_link(rank, world_size, folder):
     z.record("ddp", "tiny", 2, folder / "impossible")
     emulate(None)
     z.record("ddp", "tiny", 2, folder / "plain")
+    z.use_link(folder=folder, preset="tiny")  # that of the latest run over a link
+    assert str(current()) == str(links.PRESETS["nvlink"])
     link = z.training.auto_link("tiny", steps=1)
-    return link.bandwidth, link.latency
+    assert link == replace(parse_link(str(link)), source=link.source)  # as it will be written
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {rank}
+    return link.bandwidth, link.latency, cores
 
 
 def test_a_run_over_a_link_says_so_and_shows_its_times(ranks, tmp_path):
     auto = ranks(record_on_a_link, 2, tmp_path, timeout=240)
-    assert len(set(auto)) == 1 and min(auto[0]) > 0  # one link for all ranks
+    (*link, cores), (*other, its_cores) = auto
+    assert link == other and min(link) > 0  # one link for all ranks
+    assert not cores & its_cores or len(cores | its_cores) == 1
     slow, impossible, plain = (load_run(tmp_path / name) for name in ("slow", "impossible", "plain"))
     assert slow.record["link"] == "20 MB/s + 2 ms" and plain.record["link"] == "none"
     assert "emulated link 20 MB/s + 2 ms" in slow.caption and "no emulated link" in plain.caption

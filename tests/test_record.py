@@ -1,6 +1,7 @@
 """A run from training to the table: what it holds is true, and the post's own loop records one."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -199,14 +200,24 @@ def test_collectives_of_a_cuda_trace():
 
 def test_recording_from_the_command_line(tmp_path):
     out = tmp_path / "tiny" / "zero1-overlap"
-    command = [sys.executable, "-m", "zero1_helpers", "record", "--variant", "zero1-overlap", "--ranks", "2",
-               "--steps", "2", "--batch-size", "4", "--out", out]  # fmt: skip
+    command = [sys.executable, "-m", "zero1_helpers", "record", "--variant", "zero1-overlap",
+               "--preset", "tiny", "--ranks", "2", "--steps", "2", "--batch-size", "4",
+               "--out", out]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     record = load_run(out).record
     assert (record["world_size"], record["steps"], record["data"]["batch_size"]) == (2, 2, 4)
     assert not list(out.glob("raw*"))
     assert str(tmp_path) not in json.dumps(record)
+
+
+def test_a_rank_that_fails_is_said_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "zero1_helpers", "record", "--variant", "ddp", "--preset", "tiny",
+               "--ranks", "2", "--batch-size", "1000", "--out", tmp_path / "run"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1 and not list((tmp_path / "run").iterdir())
+    assert re.fullmatch(r"zero1 record: rank \d: ValueError: \d+ examples are too few for a batch of 1000\n",
+                        done.stderr)  # fmt: skip
 
 
 @pytest.mark.parametrize(

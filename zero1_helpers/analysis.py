@@ -146,7 +146,7 @@ def _hta(run):
 
 def _without_first_step(events: pd.DataFrame, names) -> pd.DataFrame:
     steps = events["name"].map(lambda name: names[name].startswith("ProfilerStep#"))
-    starts = sorted(events.loc[steps & events["stream"].lt(0), "ts"])
+    starts = sorted(set(events.loc[steps, "ts"]))  # CUDA traces have a step twice
     return events[events["ts"] >= starts[1]] if len(starts) > 1 else events
 
 
