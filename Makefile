@@ -4,7 +4,7 @@
 PYTHON        ?= python3
 RECORD_PRESET ?= small
 # One link for all runs: what --link auto chose, for as many tokens a step that computing dominates.
-RECORD_ARGS   ?= --link '52MB/s + 9ms' --batch-size 80
+RECORD_ARGS   ?= --link '62MB/s + 7ms' --batch-size 80
 RANKS         ?= 4
 PARTS         ?= *
 ARGS          ?=
