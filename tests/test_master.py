@@ -533,7 +533,7 @@ def test_the_state_fits_other_optimizers(ranks):
 
 
 def forgets(patch):
-    patch.setattr(flat_bucket.FlatBucket, "_update_master", lambda bucket, piece, weights:
+    patch.setattr(flat_bucket.FlatPieces, "_update_master", lambda bucket, piece, weights:
                   setattr(piece, "data", weights.to(bucket.stepped_in)))  # fmt: skip
 
 

@@ -278,10 +278,6 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
                 if entries.get(p):
                     self.state[piece] = bucket.take_state(p, entries[p])
 
-    def strides(self, p: Tensor) -> tuple[int, ...]:
-        """Those of the view that p is of its bucket."""
-        return next(bucket.layout.views[p][1] for bucket in self.buckets if p in bucket.layout.views)
-
 
 @torch.no_grad()
 def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], kwargs: dict) -> None:

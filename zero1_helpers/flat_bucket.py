@@ -1,8 +1,8 @@
 """A flat bucket: parameters laid end to end in one tensor, cut in world_size equal slices.
 
-Gradients come in, the mean of one slice comes out, and new weights go around. In three layers:
-`FlatLayout` says where each parameter lies and what of it is this rank's; `FlatGradients` is the way of
-the gradients; `FlatBucket` adds the weights.
+Gradients come in, this rank steps its slice, and the new weights go around. In layers: `FlatLayout` says
+where each parameter lies and what of it is this rank's; `FlatGradients` is the gradients' way to the mean
+of the slice; `FlatPieces` what the optimizer steps; `FlatBucket` the weights' way to the other ranks.
 """
 
 from collections.abc import Sequence
@@ -137,19 +137,18 @@ class FlatGradients:
         announce("buckets", [self.mine])
 
 
-class FlatBucket(FlatGradients):
-    """Gradients and weights of some parameters, each a view of the flat `weights`, (world_size * width,).
+class FlatPieces(FlatGradients):
+    """And what the optimizer sees: each parameter's piece in this rank's slice of `weights`.
 
     One step::
 
         hand_out_gradients   `mine` becomes the gradients of the pieces, which the optimizer then steps
-        take_step            what was stepped is in this rank's slice of `weights`; gradients are gone
-        send_parameters      launch the all-gather of all slices, in place
-        receive_parameters   wait for it; after `guard` whatever reads a parameter does
+        take_step            what was stepped is in the slice of `weights`; the gradients are gone
 
-    `pieces` are parameters, too, 1-D: views of the slice of `weights`; or, if it is stepped in another
-    dtype, a master copy, made at the first step as all state is. Weights are the master copy, rounded.
-    Where they are not, somebody has written them since, and they count.
+    From here on each parameter is a view of the flat `weights`, (world_size * width,). `pieces` are
+    parameters, too, 1-D: views of the slice; or, if that is stepped in another dtype, a master copy,
+    made at the first step as all state is. Then weights are the master copy, rounded. Where they are
+    not, somebody has written them since, and they count.
     """
 
     def __init__(self, params: list[Tensor], index: int, rank: int, world_size: int, partition: Flat):
@@ -159,20 +158,11 @@ class FlatBucket(FlatGradients):
             p.data = self.layout.view(self.weights, p).copy_(p)
         self.pieces = {p: nn.Parameter(self._weights_of(p)) for p in self.layout.cuts}
         self.has_master = self.stepped_in != self.weights.dtype
-        self.is_ahead = False  # this rank's slice is stepped, and the others do not know
-        self.gather: dist.Work | None = None  # the all-gather
 
     def _weights_of(self, p: Tensor) -> Tensor:
         return self.weights[self.layout.slice][self.layout.cuts[p]]
 
-    def collect(self, p: Tensor, name: str) -> None:
-        if p.data_ptr() != self.layout.view(self.weights, p).data_ptr():
-            raise RuntimeError(
-                f"{name} has left the optimizer's flat buffer (the model was moved, or wrapped for "
-                "another optimizer); make the optimizer again, and then the wrapper"
-            )
-        super().collect(p, name)
-
+    @torch.no_grad()
     def hand_out_gradients(self) -> None:
         for p, piece in self.pieces.items():
             piece.grad = None
@@ -195,21 +185,48 @@ class FlatBucket(FlatGradients):
             if self.has_master:
                 self._weights_of(p).copy_(piece)
             piece.grad = None
-        self.mine, self.is_ahead = None, True
+        self.mine = None
         torch.autograd.graph.increment_version(self.params)  # backward that still needs the old ones raises
 
     def take_state(self, p: Tensor, entry: dict) -> dict:
         """This rank's part of p's state: of what is one number per element its piece, of the rest a copy."""
-        state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()
-                 if is_counter(key) or getattr(value, "shape", None) != p.shape}  # fmt: skip
-        for key in entry.keys() - state.keys():
-            piece = self.layout.cut(p, entry[key])
-            state[key] = piece.to(self.device, self.stepped_in, copy=True)
+        state = {}
+        for key, value in entry.items():
+            if not is_counter(key) and isinstance(value, Tensor) and value.shape == p.shape:
+                state[key] = self.layout.cut(p, value).to(self.device, self.stepped_in, copy=True)
+            else:
+                state[key] = value.clone() if isinstance(value, Tensor) else value
         master = state.pop(MASTER, None)
         if self.has_master:
             self.pieces[p].data = self._weights_of(p).to(self.stepped_in) if master is None else master
             state[MASTER] = self.pieces[p].detach()
         return state
+
+
+class FlatBucket(FlatPieces):
+    """And how new weights go around, after the step.
+
+    One step::
+
+        send_parameters      launch the all-gather of all slices of `weights`, in place
+        guard                optional: from here on, whatever reads a parameter waits for it
+        receive_parameters   wait for it
+    """
+
+    is_ahead = False  # this rank's slice is stepped, and the others do not know
+    gather: dist.Work | None = None  # the all-gather
+
+    def collect(self, p: Tensor, name: str) -> None:
+        if p.data_ptr() != self.layout.view(self.weights, p).data_ptr():
+            raise RuntimeError(
+                f"{name} has left the optimizer's flat buffer (the model was moved, or wrapped for "
+                "another optimizer); make the optimizer again, and then the wrapper"
+            )
+        super().collect(p, name)
+
+    def take_step(self) -> None:
+        super().take_step()
+        self.is_ahead = True
 
     def send_parameters(self, process_group) -> None:
         self.is_ahead = False
@@ -226,7 +243,6 @@ class FlatBucket(FlatGradients):
                     del p.arrives_in
 
     def guard(self) -> None:
-        """Whatever reads one of these parameters waits for them, from here on."""
         if any(type(p) not in (nn.Parameter, Arriving) for p in self.params):
             return self.receive_parameters()  # of a class of its own: cannot be guarded
         for p in self.params:

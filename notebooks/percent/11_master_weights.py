@@ -172,10 +172,10 @@ assert 4 * (len(master) + moments) == 12 * len(weights) // world_size  # K = 12,
 
 # %%
 # %%local
-from zero1_helpers.flat_bucket import FlatBucket
+from zero1_helpers.flat_bucket import FlatPieces
 from zero1_helpers.notebook import show_source
 
-show_source(FlatBucket)
+show_source(FlatPieces)
 
 # %% [markdown]
 # - A piece becomes a master copy at its first step. Until then it would hold nothing that the weights do not.
@@ -186,6 +186,7 @@ show_source(FlatBucket)
 
 # %%
 from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter
+
 
 def wrap(model, lr=1e-3, **options):
     optimizer = FlatShardedOptimizer(torch.optim.Adam, model, lr=lr, **options)
@@ -282,6 +283,7 @@ def new_model():
 
 # %%
 from zero1_helpers.memory_math import model_states, nbytes, predict, state_bytes
+
 
 def held(group=None):
     model, optimizer = wrap(new_model(), master_weights=True, process_group=group)
