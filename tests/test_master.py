@@ -21,11 +21,13 @@ from zero1_helpers.training import flush_wait_step
 
 from .models import (
     MLP,
-    MODELS,
     OPTIMIZERS,
-    MixedDtype,
+    ChannelsLast,
+    Frozen,
     Scalar,
+    Tied,
     Unused,
+    UnusedOnSomeRanks,
     Variant,
     data,
     loss_of,
@@ -34,7 +36,6 @@ from .models import (
 from .test_parity import bits_differ, max_difference
 
 MASTER = "master_param"
-PAIRS = {torch.bfloat16: torch.float32, torch.float32: torch.float64}  # weights -> master
 
 
 def pair(model, cls, master=torch.float32, reduce_dtype=None, options=None, **kwargs):
@@ -64,11 +65,15 @@ class ByHand:
 
 
 def masters(optimizer):
-    """Of every parameter, this rank's pieces of the master copy, and where they begin."""
-    return [(i, piece.detach().clone(), bucket.layout.cuts[p].start + bucket.layout.slice.start
-             - bucket.layout.views[p][2])
-            for i, p in enumerate(optimizer.params) for bucket in optimizer.buckets
-            for q, piece in bucket.pieces.items() if q is p]  # fmt: skip
+    """Of every trainable parameter, this rank's piece of the master copy, and where it begins."""
+    found = []
+    for i, p in enumerate(q for q in optimizer.params if q.requires_grad):
+        bucket = next(bucket for bucket in optimizer.buckets if p in bucket.layout.views)
+        if p in bucket.pieces:
+            layout = bucket.layout
+            begin = layout.slice.start + layout.cuts[p].start - layout.views[p][2]
+            found.append((i, bucket.pieces[p].detach().clone(), begin))
+    return found
 
 
 def off(optimizer, by_hand):
@@ -139,29 +144,28 @@ def test_the_same_bits_as_one_process_by_hand(ranks, world_size, reduce_dtype):
 def follow(rank, world_size):
     """float32 weights and float64 masters: what the ranks sum is exact to 1e-16."""
     worst = {}
-    for model_cls in MODELS:
-        if model_cls is MixedDtype:
-            continue
+    for model_cls in (MLP, Tied, Frozen, UnusedOnSomeRanks, ChannelsLast, Scalar):
         for name, (cls, kwargs) in OPTIMIZERS.items():
             model = make(model_cls).float()
             alone = ByHand(copy.deepcopy(model), cls, torch.float64, **kwargs)
             wrapped, optimizer = pair(model, cls, torch.float64, torch.float64, **kwargs)
-            for step in range(4):
-                x, y = (t.float().clamp(-3, 200 + step) for t in data(step, world_size))
+            for step in range(3):
+                x, y = (t.float() for t in data(step, world_size))
                 alone.step([loss_of(alone.model, x[r], y[r]) for r in range(world_size)])
                 loss_of(wrapped, x[rank], y[rank]).backward()
                 optimizer.step()
-                assert not bits_differ(model)
-            worst[model_cls.__name__, name] = max(off(optimizer, alone), max_difference(model, alone.model))
+            assert not bits_differ(model)
+            with torch.no_grad():
+                worst[model_cls.__name__, name] = off(optimizer, alone), max_difference(model, alone.model)
     return worst
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_float64_analogue_equals_one_process(ranks, world_size):
     for found in ranks(follow, world_size):
-        assert len(found) == 24
-        for which, difference in found.items():
-            assert difference <= 1e-12, (which, difference)
+        assert len(found) == 18
+        for which, (masters_off, weights_off) in found.items():
+            assert masters_off <= 1e-12 and weights_off <= 1e-12, which
 
 
 def train(variant, rank, world_size, steps, model_cls=MLP, dtype=torch.bfloat16):
@@ -195,16 +199,19 @@ def test_every_schedule_makes_the_same_bits(ranks):
 
 def untouched(rank, world_size):
     for dtype, reduce_dtype in ((torch.bfloat16, None), (torch.bfloat16, torch.float32),
-                                (torch.float32, torch.bfloat16), (torch.float16, None)):  # fmt: skip
+                                (torch.float32, torch.float16), (torch.float16, None)):  # fmt: skip
         model = nn.ModuleDict({name: nn.Linear(6, 3) for name in ("used", "dead", "unused")}).to(dtype)
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(1)
-        wrapped, optimizer = pair(model, torch.optim.AdamW, reduce_dtype=reduce_dtype, lr=0.1)
+        options = {"reduce_dtype": reduce_dtype, "lr": 0.1, "weight_decay": 0.5}
+        wrapped, optimizer = pair(model, torch.optim.AdamW, **options)
         ones = torch.ones(2, 6, dtype=dtype)
         loss = model["used"](ones).sum()
-        # a gradient of -0.0 in the dtype in which it is sent, and one that is too small for it
-        loss = loss + (model["dead"](-ones) * -1e-30).sum() if rank == 0 else loss
+        if rank == 0:  # a gradient that is -0.0, or becomes it in the dtype in which it is sent
+            for p in model["dead"].parameters():
+                p.register_hook(lambda grad: torch.full_like(grad, -1e-30))
+            loss = loss + model["dead"](ones).sum()
         loss.backward()
         wrapped._open = True
         optimizer.step()
