@@ -10,6 +10,13 @@ the two halves of an all-reduce there is room for the step. So here, for each bu
 and there is nothing left to broadcast. A bucket is one flat tensor, cut in world_size equal slices, and
 every rank owns a slice of every bucket: shards are equal whatever the shapes. After DeepSpeed's ZeRO-1
 (Rajbhandari et al., 2020) and Megatron-LM's distributed optimizer.
+
+Mixed precision (`master_weights`) is K = 12: bf16 or fp16 parameters and gradients; the slice is stepped
+in fp32, as a master copy of which each rank has its slice only, with fp32 moments; then it is rounded into
+`weights`, and those are gathered as before. `reduce_dtype` is what gradients are summed in. In bf16, their
+own, a rank sends 2 B (world_size - 1) / world_size for each and every addition is rounded; in fp32 it sends
+twice as much, and hardly anything is lost. The mean is taken in the master's dtype in either case. Under
+`no_sync()` micro-batches add up in `p.grad`, in the dtype of p.
 """
 
 from collections.abc import Iterable
@@ -161,13 +168,8 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
     that of this rank's pieces. The update rule must work element by element (Adam, SGD and most others);
     one that does not is refused. Fused or foreach kernels are used where there are any.
 
-    `master_weights` (True: fp32; or a dtype) is mixed precision, K = 12: pieces of bf16 or fp16
-    parameters are stepped in fp32, with fp32 moments, and rounded into the weights. Each rank has the
-    master copy of its pieces only, as `state[piece]["master_param"]`. Parameters in that dtype need none.
-    `reduce_dtype` is what gradients are summed in, by default their own. Per element a rank then sends
-    (world_size - 1) / world_size times 2 B in bf16, rounded at each addition, or 4 B in fp32, rounded
-    hardly at all. The mean is taken in the master's dtype in either case. Micro-batches under `no_sync()`
-    add up in `p.grad`, in the dtype of p.
+    `master_weights=True` steps parameters of less than 32 bits in fp32 (or in a dtype given instead), from
+    `state[piece]["master_param"]`; `reduce_dtype` sums the gradients in another dtype. See above for both.
     """
 
     def __init__(self, optimizer_cls: type[torch.optim.Optimizer], model: nn.Module | Iterable,
