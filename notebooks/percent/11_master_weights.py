@@ -117,19 +117,19 @@ show_table(table.T, "Share of the weights of the small network on rank 0, one st
 # %% [markdown]
 # ## A sharded master by hand
 #
-# A master copy on every rank would double what pure bf16 takes. But a rank steps only its shard, so it needs no more than the master of that. Flat buckets make it easy: all weights in one row, cut in equal slices. First the row; each parameter becomes a view of it.
+# A master copy on every rank would double what pure bf16 takes. But a rank steps only its shard, so it needs no more than the master of that. A flat row makes it easy: all weights end to end, cut in equal slices. Each parameter becomes a view of it; the last layer comes first, since its gradients do.
 
 # %%
 def flatten(model):
-    params = list(model.parameters())
+    params = [*model.parameters()][::-1]
     weights = torch.cat([p.detach().reshape(-1) for p in params])  # (n,) in bf16
     for p, part in zip(params, weights.split([p.numel() for p in params]), strict=True):
         p.data = part.view(p.shape)
-    return weights
+    return params, weights
 
 set_seed()
 by_hand = network().to(device, torch.bfloat16)
-weights = flatten(by_hand)
+params, weights = flatten(by_hand)
 width = len(weights) // world_size
 assert width * world_size == len(weights)  # otherwise one pads
 
@@ -149,7 +149,7 @@ from zero1_helpers.flat_bucket import all_gather, reduce_scatter
 
 
 def step_by_hand():
-    grads = torch.cat([p.grad.reshape(-1) for p in by_hand.parameters()])  # (n,) in bf16
+    grads = torch.cat([p.grad.reshape(-1) for p in params])  # (n,) in bf16
     my_grads = torch.empty_like(weights[mine])  # (n / world_size,)
     reduce_scatter(my_grads, grads)
     master.grad = my_grads.float() / world_size
@@ -199,7 +199,7 @@ optimizer.step()
 
 # %%
 for p, q in zip(model.parameters(), by_hand.parameters(), strict=True):
-    assert torch.allclose(p.float(), q.float(), rtol=2**-7, atol=1e-6)  # one bf16 number apart at most
+    assert torch.allclose(p.float(), q.float(), rtol=2**-7, atol=1e-6)  # a bf16 number apart at most
 equal = sum((p == q).sum().item() for p, q in zip(model.parameters(), by_hand.parameters(), strict=True))
 dtypes = {str(state["master_param"].dtype) for state in optimizer.state.values()}
 print(f"{equal:,} of {len(weights):,} weights have the same bits as by hand; master copies are {dtypes}")
@@ -365,7 +365,7 @@ assert (table["difference"] == 8 / table.index).all()
 
 # %%
 loss_of(by_hand, *batch(1)).backward()
-grads = torch.cat([p.grad.reshape(-1) for p in by_hand.parameters()])  # (n,) in bf16
+grads = torch.cat([p.grad.reshape(-1) for p in params])  # (n,) in bf16
 everyone = torch.empty(world_size * len(grads), dtype=grads.dtype, device=device)
 all_gather(everyone, grads)
 exact = everyone.view(world_size, -1).double().mean(0)[mine]  # (n / world_size,)
