@@ -174,7 +174,7 @@ def _collect(optimizer, p, places, mine, dtype, to) -> Tensor | None:
     if optimizer.rank != to:
         return None
     if isinstance(optimizer, FlatShardedOptimizer):  # pieces are cut in the order of p's memory
-        return whole.as_strided(p.shape, optimizer.strides(p))
+        return whole.as_strided(p.shape, p.stride())
     return torch.empty_like(p, dtype=dtype, device="cpu").copy_(whole.view(p.shape))
 
 
