@@ -121,9 +121,9 @@ show_table(deal_table(owners, sizes, gpus).astype(object), "The largest first, t
 assert max(load) < 1.002 * sum(sizes) / gpus
 
 # %% [markdown]
-# The rank that got the embedding has few tensors beside it, and all four are equal to a fraction of a percent. The package's version adds
-# two things: bytes instead of elements, for models of several dtypes, and a rule for ties, because every rank must come
-# to the same answer on its own.
+# The rank that got the embedding has few tensors beside it, and all four are equal to a fraction of a percent. The
+# package's version adds two things: bytes instead of elements, for models of several dtypes, and a rule for ties,
+# because every rank must come to the same answer on its own.
 
 # %%
 # %%local
@@ -192,11 +192,12 @@ assert sum(slices) == sum(sizes) and max(slices) - sum(sizes) / gpus < len(bucke
 # parameters will do:
 
 # %%
-from zero1_helpers import (
-    FlatShardedOptimizer, SimpleDDP, SimpleDDPReduceScatter, ZeROOne, by_bytes, by_count, get_smol_model, set_seed
-)  # fmt: skip
+from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter, ZeROOne, by_bytes, by_count
 from zero1_helpers.memory_math import predict, state_bytes
 from zero1_helpers.partition import Flat
+
+# %%
+from zero1_helpers import get_smol_model, set_seed
 
 
 def new_model():
@@ -367,8 +368,8 @@ figures.show(fig)
 # ## What balance costs
 #
 # Unbucketed, nothing: as many broadcasts of as many bytes. In buckets there is a price. One broadcast carries what one
-# owner has in a bucket. Split by count, neighbours have the same owner, and a bucket seldom has two. Split by bytes, owners are
-# mixed:
+# owner has in a bucket. Split by count, neighbours have the same owner, and a bucket seldom has two. Split by bytes,
+# owners are mixed:
 
 # %%
 # %%local
@@ -418,8 +419,8 @@ assert abs(calls["broadcast"] - pairs["by_count"]) <= 2, "its later plans follow
 #    that lowers the maximum. Does it find the best split of `[3, 3, 2, 2, 2]`?
 #
 #    <details><summary>Hint</summary>
-#    No single swap or move does, in this case: from 7 and 5, exchanging a 3 for a 2 gives 6 and 6. Check which tensors
-#    the fullest rank has before you believe either sentence.
+#    Greedy leaves 3, 2, 2 and 3, 2. Look for a pair, one of each side, whose exchange moves one unit from the fuller to
+#    the emptier.
 #    </details>
 #
 # 3. Give SmolLM2 a head of its own, as large as the embedding (`sizes + [max(sizes)]`). At how many ranks does the bound

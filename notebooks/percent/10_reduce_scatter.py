@@ -351,8 +351,7 @@ print("equal to one process, 5 steps: SGD and Adam, lag 1 and 0, step in backwar
 # %%
 from itertools import islice
 
-from zero1_helpers import get_dataloader, get_dataset, get_profiler, get_smol_model, shard_dataset, train
-from zero1_helpers.training import describe, flush_wait_step
+from zero1_helpers import get_dataloader, get_dataset, get_smol_model, shard_dataset
 from zero1_helpers.workload import get_preset
 
 set_seed()
@@ -362,6 +361,9 @@ optimizer = FlatShardedOptimizer(torch.optim.Adam, model, get_preset().bucket_ca
 ddp_model = SimpleDDPReduceScatter(model, optimizer)
 
 # %%
+from zero1_helpers import get_profiler, train
+from zero1_helpers.training import describe, flush_wait_step
+
 with get_profiler("../build/runs/flat", steps=4, model=ddp_model, optimizer=optimizer,
                   **describe("flat", data)) as prof:  # fmt: skip
     losses = train(ddp_model, optimizer, islice(get_dataloader(data), 4), flush_wait_step, prof)
