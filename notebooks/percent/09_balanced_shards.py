@@ -196,6 +196,8 @@ from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter, ZeROOne,
 from zero1_helpers.memory_math import predict, state_bytes
 from zero1_helpers.partition import Flat
 
+partitions = {"by count": by_count, "by bytes": by_bytes, "flat": Flat(bucket_cap_mb=1)}
+
 # %%
 from zero1_helpers import get_smol_model, set_seed
 
@@ -217,7 +219,6 @@ def one_step(partition):
     return state_bytes(optimizer)[0]
 
 # %%
-partitions = {"by count": by_count, "by bytes": by_bytes, "flat": Flat(bucket_cap_mb=1)}
 measured = {name: one_step(partition) for name, partition in partitions.items()}
 predicted = {name: predict(new_model(), torch.optim.Adam, world_size, partition)[rank].opt_state
              for name, partition in partitions.items()}  # fmt: skip
