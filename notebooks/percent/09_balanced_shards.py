@@ -41,7 +41,7 @@ def deal_table(owners, sizes, ranks):
     for r in range(ranks):
         mine = [i for i, owner in enumerate(owners) if owner == r]
         load, top = sum(sizes[i] for i in mine), max(mine, key=lambda i: sizes[i])
-        rows.append({"tensors": len(mine), "elements": load, "times the mean": round(load * ranks / sum(sizes), 3),
+        rows.append({"tensors": len(mine), "elements": load, "times the mean": f"{load * ranks / sum(sizes):.3f}",
                      "largest": names[top].removeprefix("model."), "its elements": sizes[top]})
     return pd.DataFrame(rows).rename_axis("rank")
 
@@ -53,8 +53,9 @@ assert counted["elements"].idxmax() == 0 and counted["largest"][0].startswith("e
 print(f"rank 0 without its largest tensor: {counted['elements'][0] - counted['its elements'][0]:,} elements")
 
 # %% [markdown]
-# Rank 0 gets the embedding because it is registered first, *and* its 72 other tensors besides. Is that the whole
-# story? Adam keeps two bf16 numbers for each element, so bytes are four times these elements:
+# Rank 0 gets the embedding because it is registered first, and its full count of other tensors besides: without the
+# embedding it would have as much as the others. Is that the whole story? Adam keeps two bf16 numbers for each element, so
+# bytes are four times these elements:
 
 # %%
 # %%local

@@ -427,7 +427,7 @@ from zero1_helpers.memory_math import nbytes, predict
 predicted = predict(model, torch.optim.Adam, world_size, optimizer.partition)[rank]
 assert state_bytes(optimizer) == (predicted.opt_state, predicted.counters)
 assert nbytes(b.weights for b in optimizer.buckets) == predicted.params
-print(f"opt_state {predicted.opt_state:,} B, a quarter for four ranks: {2 * nbytes(model.parameters()) / world_size:,.1f} B")
+print(f"opt_state {predicted.opt_state:,} B; the whole, divided by the ranks: {2 * nbytes(model.parameters()) / world_size:,.1f} B")
 
 # %% [markdown]
 # ## Picture: one step
@@ -574,7 +574,7 @@ assert gap(naive, alone) > 1e-4
 
 # %% [markdown]
 # No error, no warning, and every rank ends with the same numbers: the wrong ones. In each forward a rank saw its own slice
-# of the table as it is, and the other slices as they were one step before. The losses would fall all the same.
+# of the table as it is, and the other slices as they were one step before.
 #
 # The hook asks *who owns the weight*. The right question is *who reads it*. Torch can answer that: an argument of a class
 # of its own is asked first, by every function (`__torch_function__`). So for the time of its journey a parameter
@@ -620,7 +620,7 @@ wrapped, optimizer = flat_pair(new_model(), lazy_gather=True)
 phases.listeners.append(diary := Diary())
 train_flat(wrapped, optimizer, steps=1)
 phases.listeners.remove(diary)
-print(", ".join(diary))
+print(", ".join(diary))  # "receive" is the phase around the gathers
 assert [entry for entry in diary if entry.startswith("gather")] == ["gather 2", "gather 1", "gather 0"]
 
 # %% [markdown]
@@ -629,34 +629,38 @@ assert [entry for entry in diary if entry.startswith("gather")] == ["gather 2", 
 #
 # ## Why the first bucket is small
 #
-# The link can do nothing before the first bucket is full. How long is that? A model on paper: backward makes the elements
-# at an even pace, and the link needs just as long for all of them as backward does.
+# The link can do nothing before the first bucket is full. How much does it lose? A model on paper: backward makes the
+# elements at an even pace, and the link is the bottleneck, it needs twice as long for all of them, and a moment more
+# for each collective. Backward takes 1.
 
 # %%
 # %%local
-def link_time(sizes):
-    """Share of backward before the link starts, and when it ends (1 is the end of backward)."""
-    made, free = 0.0, 0.0
+def on_the_link(sizes, pace=2.0, latency=0.0):
+    """When the link starts, how long it is idle until all is sent, and when that is."""
+    made, free, idle = 0.0, 0.0, 0.0
     for size in sizes:
         made += size / sum(sizes)  # now the bucket is full
-        free = max(made, free) + size / sum(sizes)  # and by then it has travelled
-    return sizes[0] / sum(sizes), free
+        idle += max(0.0, made - free)
+        free = max(made, free) + latency + pace * size / sum(sizes)
+    return sizes[0] / sum(sizes), idle, free
 
 # %%
 # %%local
 layers = [p for p in smol if p.numel() < max(q.numel() for q in smol)]  # without the embedding
-ends = {}
-for cap, first in ((100, 100), (25, 25), (25, 1), (5, 1)):
+lost = {}
+for cap, first in ((100, 100), (100, 1), (25, 25), (25, 1), (5, 1)):
     sizes = [sum(layers[i].numel() for i in bucket) for bucket in Flat(cap, first).buckets(layers)]
-    begins, ends[cap, first] = link_time(sizes)
-    print(f"cap {cap:3} MiB, first {first:3} MiB: idle for {begins:.1%} of backward, {len(sizes)} buckets, "
-          f"done at {ends[cap, first]:.3f}")
-assert ends[25, 1] < ends[25, 25] < ends[100, 100]
+    begins, idle, end = on_the_link(sizes)
+    lost[cap, first] = end - 2
+    print(f"cap {cap:3} MiB, first {first:3}: {len(sizes):3} buckets, starts at {begins:.3f}, idle {idle:.3f}, "
+          f"ends at {end:.3f}; with latency {on_the_link(sizes, latency=0.005)[2]:.3f}")
+assert lost[25, 1] < lost[25, 25] < lost[100, 1] < lost[100, 100]
 
 # %% [markdown]
-# Small buckets throughout would help as much, but each costs two collectives. A small *first* one costs two in all: it is
-# `first_bucket_mb`, 1 MiB as in torch's DDP. (The embedding is left out of this sum. Its gradient comes last, and whatever
-# the plan, its journey begins when backward is over.)
+# With a small first bucket the link starts at once. Then it has to wait for the second, so what is gained is what the first
+# one carries: little, but for one collective more it is cheap. This is `first_bucket_mb`, 1 MiB as in torch's DDP.
+# Smaller buckets throughout gain more, until the latency of many collectives eats it up: the last column. (The
+# embedding is left out of the sum: its gradient comes last, and whatever the plan, its journey begins after backward.)
 #
 # ## What a flat shard cannot do
 #
@@ -722,7 +726,7 @@ assert gap(wrapped.module, alone) < 1e-12
 
 # %%
 nobody = torch.full((world_size,), -0.0, device=device)  # no rank has a gradient
-somebody = nobody + 0.0 if rank == 0 else nobody.clone()  # rank 0 has one: +0.0, four times
+somebody = nobody + 0.0 if rank == 0 else nobody.clone()  # rank 0 has one, and it is zero
 signs = []
 for sent in (nobody, somebody):
     arrived = torch.empty(1, device=device)
@@ -796,12 +800,11 @@ show_table(results_table(runs.values())[columns], run.setting)
 #    Sum <code>bytes_sent(op, 1, n)</code> over the two operations; it is $3\frac{N-1}{N}$.
 #    </details>
 #
-# 2. In `rounds`, every rank starts the first half with another chunk. Let all start with chunk 0. What goes wrong, and
-#    does the number of bytes change?
+# 2. An all-reduce without a ring: everybody sends its tensor to rank 0, which adds them up and sends the sum back. How
+#    much does rank 0 send, how much all ranks together, and what does the ring change?
 #
 #    <details><summary>Hint</summary>
-#    Follow chunk 0 for two rounds: a rank passes on what it holds of a chunk, and must have added the part from the left
-#    before it does.
+#    Add up over the ranks, for both. The total is the same; in the ring no link carries more than another.
 #    </details>
 #
 # 3. Train `Scorer` with the naive hooks, but without `LateGather`, a few times. How often is it right? What does that say
