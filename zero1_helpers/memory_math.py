@@ -137,7 +137,8 @@ def predict(
     there by the very optimizer that is asked about, and the state that it makes is measured.
 
     With a `Flat` partition the gradients never exist all at once: `grads` is the largest one, and
-    `buckets` the most that two neighbours hold, with the slice of each that this rank receives.
+    `buckets` the most that three neighbours hold: one is on its way, one is launched (both with the slice
+    that this rank receives), and the first gradients of the next have come early.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(partition, Flat):
@@ -167,7 +168,10 @@ def _predict_flat(model, trainable, optimizer, world_size, partition, kwargs) ->
         for group, sizes_of in zip(groups, sizes, strict=True)
     ]
     frozen = nbytes(p for p in model.parameters() if not p.requires_grad)
-    in_flight = [(world_size + 1) * (a + b) for a, b in zip([0, *slices], slices, strict=False)]
+    in_flight = [
+        (world_size + 1) * (sent + launched) + world_size * early
+        for sent, launched, early in zip([0, *slices], slices, [*slices[1:], 0], strict=False)
+    ]
     result = []
     for rank in range(world_size):
         pieces = [

@@ -67,12 +67,14 @@ print(f"sent {first_half} + {second_half} numbers for an all-reduce of {start.nu
 assert first_half == second_half == start.numel() * (world_size - 1) // world_size
 
 # %% [markdown]
-# The halves have names, and backends offer them: **reduce-scatter** and **all-gather**. (torch has renamed its two
-# functions; the package takes whichever are there.)
+# The halves have names, and backends offer them: **reduce-scatter** and **all-gather**. (torch 2.13 has given its two
+# functions new names. Both are taken here, as in the package.)
 
 # %%
-from zero1_helpers.flat import all_gather, reduce_scatter
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# %%
 mine, whole = start.new_empty(2), torch.empty_like(start)
 reduce_scatter(mine, start)  # (2 * world_size,) -> (2,)
 all_gather(whole, mine)  # (2,) -> (2 * world_size,)
@@ -280,7 +282,7 @@ show_source(SimpleDDPReduceScatter, FlatShardedOptimizer)
 
 # %%
 # %%local
-show_source(FlatBucket)
+show_source(*reversed(FlatBucket.__mro__[:-1]))  # from the lowest layer up
 
 # %% [markdown]
 # Where the bucket of the hand-made version had one row of `width` numbers, this one keeps a *piece* of each parameter: a
@@ -515,7 +517,7 @@ assert live["flat"] + n * largest < min(live[name] for name in ("ddp", "zero1", 
 def wait_in_owners(model, optimizer):
     def before_forward(module, args):
         for bucket in optimizer.buckets:
-            if any(p in bucket.views for p in module.parameters(recurse=False)):
+            if set(bucket.params) & set(module.parameters(recurse=False)):
                 bucket.receive_parameters()
 
     for module in model.modules():
@@ -546,11 +548,6 @@ def new_scorer():
 # the test green. A slow link is easily had, though. Here the values arrive at `wait()`, and not one moment before:
 
 # %%
-from unittest import mock
-
-from zero1_helpers import flat
-
-
 class LateGather:
     def __init__(self, weights, mine, group=None, async_op=True):
         self.weights, self.arrived = weights, torch.empty_like(weights)
@@ -561,10 +558,18 @@ class LateGather:
         self.weights.copy_(self.arrived)
 
 # %%
+import inspect
+from unittest import mock
+
+from zero1_helpers.flat import FlatBucket
+
+late_gathers = mock.patch.object(inspect.getmodule(FlatBucket), "all_gather", LateGather)
+no_guard = mock.patch.object(FlatBucket, "guard", lambda bucket: None)  # only the naive hooks
 alone = new_scorer()
 train_plain(alone, torch.optim.SGD(alone.parameters(), lr=0.05))
-no_guard = mock.patch.object(flat.FlatBucket, "guard", lambda bucket: None)
-with mock.patch.object(flat, "all_gather", LateGather), no_guard:
+
+# %%
+with late_gathers, no_guard:
     wrapped, optimizer = flat_pair(new_scorer(), lazy_gather=True)
     wait_in_owners(wrapped.module, optimizer)
     naive = train_flat(wrapped, optimizer)
@@ -582,15 +587,15 @@ assert gap(naive, alone) > 1e-4
 
 # %%
 # %%local
-from zero1_helpers.flat import Arriving
+import inspect
 
-show_source(Arriving)
+show_source(inspect.getmodule(FlatBucket).Arriving)
 
 # %% [markdown]
 # Same model, same late gathers, `lazy_gather=True` as it comes:
 
 # %%
-with mock.patch.object(flat, "all_gather", LateGather):
+with late_gathers:
     guarded = train_flat(*flat_pair(new_scorer(), lazy_gather=True))
 print(f"guarded: exact? {gap(guarded, alone) < 1e-12}")
 assert gap(guarded, alone) < 1e-12
@@ -811,7 +816,7 @@ show_table(results_table(runs.values())[columns], run.setting)
 #    about tests of such code?
 #
 #    <details><summary>Hint</summary>
-#    Leave out the first <code>mock.patch.object</code>. A fast link wins the race nearly always; a test must make the
+#    Leave <code>late_gathers</code> out. A fast link wins the race nearly always; a test must make the
 #    slow case, and not wait for it.
 #    </details>
 #
