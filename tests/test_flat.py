@@ -129,7 +129,7 @@ def test_state_is_an_equal_part_as_predicted(ranks, world_size):
 
 
 class Backwards(nn.Module):
-    """Of each pair, the layer registered last runs first: its gradient is the last of the pair, not the first."""
+    """Of each pair, the layer registered last runs first, so its gradient is the last of the pair."""
 
     def __init__(self):
         super().__init__()
