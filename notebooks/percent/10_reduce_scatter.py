@@ -465,8 +465,10 @@ print("gradients alive after each hook:", left)
 assert left == [0] * len(list(wrapped.parameters()))
 
 # %% [markdown]
-# And the bucket's own gradients go as soon as the reduce-scatter is done. So at most two buckets and two slices exist at
-# once, and one gradient on its way into a bucket. `predict` knows that:
+# And a bucket's gradients go as soon as its reduce-scatter is done. So three buckets are alive at the most: one on its way,
+# one that is launched, each with a slice to receive, and the next, if a gradient of it came early. (The norm that is
+# registered last in a layer does not run last.) Besides, there is one gradient on its way into a bucket. `predict` knows
+# all this:
 
 # %%
 # %%local
@@ -486,9 +488,9 @@ from zero1_helpers.memory_math import predict
 bound = max(r.total for r in predict(meta_smol_model(), torch.optim.Adam, 4, Flat())) / 1e6
 gradient = max(2 * p.numel() for p in smol) / 1e6  # the embedding's: on its way, it counts as temporary
 print(f"flat, with the largest gradient on its way: {states['flat'] + gradient:.1f} MB; predicted, at most {bound:.1f}")
-assert states["flat"] + gradient <= bound < 1363
+assert bound - 0.1 < states["flat"] + gradient <= bound < 1363, "the bound is met, but for rounding"
 assert bound < min(megabytes for name, megabytes in states.items() if name != "flat")
-assert states["ddp"] > 2894
+print(f"DDP: {states['ddp']:.1f} MB, {states['ddp'] / bound:.1f} times as much")
 
 # %%
 # %%local
