@@ -93,7 +93,18 @@ assert memory["peak_states"].idxmax() == memory["opt_state"].idxmax() == 0
 assert memory["peak_states"][0] - memory["peak_states"][1] == memory["opt_state"][0] - memory["opt_state"][1]
 
 # %% [markdown]
-# What rank 0 has in excess goes straight into its peak; on the other ranks as much memory stays empty.
+# What rank 0 has in excess of the others goes straight into the peak of its states; on the other ranks as much memory
+# stays empty. The whole peak is apart by even more. While Adam steps a tensor, it needs scratch of that tensor's size, and
+# rank 0 has the largest tensor as well:
+
+# %%
+# %%local
+scratch = (memory["peak"] - memory["peak_states"]) / (2 * max(sizes))  # in embeddings, of 2 B an element
+print("peak above the states, in embeddings:", scratch.round(2).to_list())
+assert scratch[0] > 1 > 5 * scratch[1:].max()
+
+# %% [markdown]
+# All of it is memory that somebody must have on *every* GPU, since nobody buys them in two sizes.
 #
 # ## A greedy split, by hand
 #
@@ -122,7 +133,7 @@ show_table(deal_table(owners, sizes, gpus).astype(object), "The largest first, t
 assert max(load) < 1.002 * sum(sizes) / gpus
 
 # %% [markdown]
-# The rank that got the embedding has few tensors beside it, and all four are equal to a fraction of a percent. The
+# The rank that got the embedding has the fewest tensors, and all four are equal to a fraction of a percent. The
 # package's version adds two things: bytes instead of elements, for models of several dtypes, and a rule for ties,
 # because every rank must come to the same answer on its own.
 
@@ -353,6 +364,7 @@ for (name, values), colour in zip(lines.items(), ("exposed", "grads", "opt_state
 ax.plot(worlds, bound, "--", color=COLOURS["idle"], label="bound for whole tensors")
 ax.set(xlabel="ranks", ylabel="fullest rank, times the mean", ylim=(0, None))
 ax.legend(frameon=False)
+ax.spines[["top", "right"]].set_visible(False)
 
 # %%
 # %%local

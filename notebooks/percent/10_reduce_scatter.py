@@ -173,7 +173,8 @@ draw_row(ax, 0, [(f"slice of rank {r}", width) for r in range(ranks)], "opt_stat
 ax.spines[["left", "top", "right"]].set_visible(False)
 ax.set(xlim=(0, ranks * width), xlabel="element of the flat buffer", yticks=[])
 fig.title = "Parameters, laid end to end, and the slices of the ranks"
-fig.caption = f"{sum(size for _, size in layout)} elements in {len(layout)} parameters; slices of {width}. No measurement."
+numel = sum(size for _, size in layout)
+fig.caption = f"{numel} elements in {len(layout)} parameters, {ranks * width - numel} of padding; slices of {width}."
 fig.alt_text = f"Two rows of blocks. Above: {layout}. Below: {ranks} equal slices, whose borders cut through parameters."
 show(fig)
 
@@ -494,10 +495,12 @@ print(f"DDP: {states['ddp']:.1f} MB, {states['ddp'] / bound:.1f} times as much")
 
 # %%
 # %%local
-show(figures.comparison(full.values()))
+show(figures.memory_timeline(full["ddp"]))
+show(figures.memory_timeline(full["flat"]))
 
 # %% [markdown]
-# Less than the overlapped class of notebook 07 on three counts: the fullest shard is no larger than the others; the
+# Mind the axes. DDP's gradients pile up on top of the whole state; here buckets come and go, and the largest, with the
+# embedding, is the last. That is less than the overlapped class of notebook 07 on three counts: the fullest shard is no larger than the others; the
 # parameters arrive in place, so no bucket is needed to receive them; and gradients go into their bucket one by one,
 # so nothing is held twice. And here, on this machine:
 
