@@ -66,10 +66,13 @@ from zero1_helpers.results import PUBLISHED
 
 whole = predict(smol, Adam, partition=None)[0].opt_state
 state = {"by count": [r.opt_state for r in predict(smol, Adam, gpus, by_count)]}
+assert state["by count"] == [4 * n for n in counted["elements"]]
+
+# %%
+# %%local
 published = PUBLISHED["opt_state_gb"]
 print(f"predicted: {state['by count'][0]:,} B of {whole:,} B, {state['by count'][0] / whole:.1%}")
 print(f"the post:  {published['zero1']} GB of {published['ddp']} GB, {published['zero1'] / published['ddp']:.1%}")
-assert state["by count"] == [4 * n for n in counted["elements"]]
 assert abs(state["by count"][0] / whole - published["zero1"] / published["ddp"]) < 0.001
 
 # %% [markdown]
@@ -157,7 +160,8 @@ def best(sizes, ranks):
     return min(max(sum(s for s, o in zip(sizes, split, strict=True) if o == r) for r in range(ranks))
                for split in splits)
 
-
+# %%
+# %%local
 sizes_of_five = [3, 3, 2, 2, 2]
 print("greedy:", greedy(sizes_of_five, 2)[1], "| best possible maximum:", best(sizes_of_five, 2))
 assert max(greedy(sizes_of_five, 2)[1]) / best(sizes_of_five, 2) == 7 / 6
@@ -355,13 +359,11 @@ assert all(by_c >= by_b for by_c, by_b in zip(lines["by count"], lines["by bytes
 # %%local
 from matplotlib.figure import Figure
 
-from zero1_helpers.figures import COLOURS
-
 fig = Figure(figsize=(7.2, 3.2), dpi=130, layout="constrained")
 ax = fig.subplots()
 for (name, values), colour in zip(lines.items(), ("exposed", "grads", "opt_state"), strict=True):
-    ax.plot(worlds, values, "o-", color=COLOURS[colour], label=name, markersize=4)
-ax.plot(worlds, bound, "--", color=COLOURS["idle"], label="bound for whole tensors")
+    ax.plot(worlds, values, "o-", color=figures.COLOURS[colour], label=name, markersize=4)
+ax.plot(worlds, bound, "--", color=figures.COLOURS["idle"], label="bound for whole tensors")
 ax.set(xlabel="ranks", ylabel="fullest rank, times the mean", ylim=(0, None))
 ax.legend(frameon=False)
 ax.spines[["top", "right"]].set_visible(False)

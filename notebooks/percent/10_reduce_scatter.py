@@ -111,7 +111,7 @@ def new_model():
     linear = [torch.nn.Linear(*shape) for shape in ((6, 8), (8, 8), (8, 3))]
     return torch.nn.Sequential(linear[0], torch.nn.Tanh(), linear[1], torch.nn.Tanh(), linear[2]).to(device).double()
 
-
+# %%
 def batch_of(r, step):
     numbers = torch.Generator().manual_seed(1000 * step + r)
     both = torch.randn(4, 9, generator=numbers, dtype=torch.float64).to(device)
@@ -156,7 +156,6 @@ from zero1_helpers.figures import COLOURS, show
 
 
 def draw_row(ax, y, blocks, colour):
-    """Blocks (name, size) end to end, from the left."""
     begin = 0
     for name, size in blocks:
         ax.broken_barh([(begin, size)], (y, 0.8), color=COLOURS[colour], edgecolor="white", linewidth=2)
@@ -166,14 +165,17 @@ def draw_row(ax, y, blocks, colour):
 # %%
 # %%local
 layout, width, ranks = (pull(name)[0] for name in ("layout", "width", "world_size"))
+numel = sum(size for _, size in layout)
 fig = Figure(figsize=(7.2, 1.6), dpi=130, layout="constrained")
 ax = fig.subplots()
 draw_row(ax, 1, layout, "params")
 draw_row(ax, 0, [(f"slice of rank {r}", width) for r in range(ranks)], "opt_state")
 ax.spines[["left", "top", "right"]].set_visible(False)
 ax.set(xlim=(0, ranks * width), xlabel="element of the flat buffer", yticks=[])
+
+# %%
+# %%local
 fig.title = "Parameters, laid end to end, and the slices of the ranks"
-numel = sum(size for _, size in layout)
 fig.caption = f"{numel} elements in {len(layout)} parameters, {ranks * width - numel} of padding; slices of {width}."
 fig.alt_text = f"Two rows of blocks. Above: {layout}. Below: {ranks} equal slices, whose borders cut through parameters."
 show(fig)
@@ -544,7 +546,7 @@ class Scorer(torch.nn.Module):
         hidden = torch.tanh(self.first(x))
         return torch.nn.functional.linear(hidden, self.table.weight)  # (batch, 3)
 
-
+# %%
 def new_scorer():
     set_seed()
     return Scorer().to(device).double()
