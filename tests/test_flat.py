@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter, flat_bucket
+from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter, flat_bucket, phases
 from zero1_helpers.memory_math import bytes_sent, nbytes, predict, state_bytes
 from zero1_helpers.partition import Flat, pieces_of, slice_width
 
@@ -125,6 +126,49 @@ def test_state_is_an_equal_part_as_predicted(ranks, world_size):
     for of_each, whole in zip(zip(*(found for found, _ in results), strict=True), results[0][1], strict=True):
         assert sum(of_each) == whole
         assert max(of_each) - min(of_each) <= 8 * 2 * world_size * 20  # padding, of at most 20 buckets
+
+
+class Backwards(nn.Module):
+    """Of each pair, the layer registered last runs first, so its gradient is the last of the pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = nn.ModuleList([nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]) for _ in range(3)])
+
+    def forward(self, x):
+        for last, first in self.pairs:
+            x = torch.tanh(last(first(x)))
+        return x[:, :3]
+
+
+class Alive(list):
+    """A listener of `phases`: how many bytes of buckets are alive, at each announcement."""
+
+    def __init__(self):
+        self.refs = []
+
+    def announce(self, category, tensors):
+        self.refs += [weakref.ref(t) for t in tensors if category == "buckets"]
+        self.append(nbytes(t for t in (ref() for ref in self.refs) if t is not None))
+
+    def enter(self, name, index): ...
+    def leave(self, name, index): ...
+
+
+def in_flight(rank, world_size, model_cls):
+    model = make(model_cls)
+    wrapped, optimizer = pair(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "listeners", [alive := Alive()])
+        train(wrapped, optimizer, rank, world_size)
+    return max(alive), predict(model, torch.optim.AdamW, world_size, optimizer.partition)[rank].buckets
+
+
+def test_buckets_in_flight_are_as_predicted(ranks):
+    for measured, predicted in ranks(in_flight, 2, Backwards):  # a bucket is begun before its turn
+        assert measured == predicted > 0
+    for measured, predicted in ranks(in_flight, 2, MLP):
+        assert 0 < measured <= predicted
 
 
 # A parameter that no rank used

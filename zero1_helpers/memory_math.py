@@ -137,8 +137,9 @@ def predict(
     there by the very optimizer that is asked about, and the state that it makes is measured.
 
     With a `Flat` partition `opt_state` includes the master copy, if it asks for one, and gradients never
-    exist all at once: `grads` is the largest one, and `buckets` the most that two neighbours hold, with
-    the slice of each that this rank receives.
+    exist all at once: `grads` is the largest one, and `buckets` the most that three neighbours hold: one
+    is on its way, one is launched (both with the slice that this rank receives), and the first gradients
+    of the next have come early.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(partition, Flat):
@@ -164,12 +165,14 @@ def predict(
 def _predict_flat(model, trainable, optimizer, world_size, partition, kwargs) -> list[RankBytes]:
     groups = [[trainable[i] for i in bucket] for bucket in partition.buckets(trainable)]
     sizes = [[p.numel() for p in group] for group in groups]
-    weights, in_flight = nbytes(p for p in model.parameters() if not p.requires_grad), [0]
+    weights, travels, collected = nbytes(p for p in model.parameters() if not p.requires_grad), [0], []
     for group, sizes_of in zip(groups, sizes, strict=True):
         width, dtype = slice_width(sizes_of, world_size), group[0].dtype
         sent, stepped = partition.reduced_in(dtype).itemsize, partition.stepped_in(dtype).itemsize
         weights += world_size * width * dtype.itemsize
-        in_flight.append(width * max((world_size + 1) * sent, sent + stepped))
+        travels.append(width * max((world_size + 1) * sent, sent + stepped))
+        collected.append(width * world_size * sent)
+    buckets = max(map(sum, zip(travels, travels[1:], [*collected[1:], 0], strict=False)), default=0)
     result = []
     for rank in range(world_size):
         pieces = [
@@ -186,7 +189,7 @@ def _predict_flat(model, trainable, optimizer, world_size, partition, kwargs) ->
                 grads=max((nbytes([p]) for p in trainable), default=0),
                 opt_state=masters + sum(state for state, _ in held),
                 counters=sum(counters for _, counters in held),
-                buckets=max((a + b for a, b in zip(in_flight, in_flight[1:], strict=False)), default=0),
+                buckets=buckets,
             )
         )
     return result
