@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero1_helpers import practice
+from zero1_helpers import checkpoint, practice
 from zero1_helpers.memory_math import state_bytes
 
 from .models import MLP, OPTIMIZERS, ChannelsLast, Scalar, Unused, Variant, data, loss_of, make
@@ -92,7 +92,7 @@ def save(rank, world_size, name, optimizer_name, model_cls, state, index):
         loss_of(variant.model, x[rank * rows :][:rows], y[rank * rows :][:rows]).backward()
         variant.finish()
     held = state_bytes(variant.optimizer)
-    optimizer = practice.full_state_dict(variant.optimizer, to=world_size - 1)
+    optimizer = checkpoint.full_state_dict(variant.optimizer, to=world_size - 1)
     assert (optimizer is None) == (rank < world_size - 1)
     assert held == state_bytes(variant.optimizer)
     if optimizer is None:
@@ -141,10 +141,10 @@ def saved_in_pieces(rank, world_size):
     step(variant, rank, world_size, 0)
     real = dist.broadcast
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(practice, "CHUNK", 10)
+        patch.setattr(checkpoint, "CHUNK", 10)
         patch.setattr(dist, "broadcast", lambda t, *a, **k: sizes.append(t.numel()) or real(t, *a, **k))
-        whole = practice.full_state_dict(variant.optimizer)
-    patched = practice.full_state_dict(variant.optimizer)
+        whole = checkpoint.full_state_dict(variant.optimizer)
+    patched = checkpoint.full_state_dict(variant.optimizer)
     if rank == 0:
         for a, b in zip(whole["state"].values(), patched["state"].values(), strict=True):
             assert all(torch.equal(a[key], b[key]) for key in b)

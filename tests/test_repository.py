@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zero1_helpers"
 # Lowest floor first; modules on one floor may use each other.
 FLOORS = [["partition"], ["memory_math"], ["link"], ["plan", "phases"], ["ddp"], ["zero"], ["flat"],
-          ["practice"], ["workload"], ["runs"], ["ledger"], ["profiling"], ["training"], ["analysis"],
+          ["practice", "checkpoint"], ["workload"], ["runs"], ["ledger"], ["profiling"], ["training"], ["analysis"],
           ["explorer"], ["figures"], ["gallery"], ["results"], ["notebook"], ["output"], ["arguments"],
           ["doors"], ["cluster", "worker"], ["__main__"]]
 PUBLIC = """SimpleDDP SimpleDDPAsync SimpleDDPBucket ZeROOne ShardedOptimizer SimpleDDPBucketAsync

@@ -119,6 +119,7 @@ class ZeROOne(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict) -> None:
         """Take a whole optimizer's state, or this rank's shard; what others own is dropped."""
+        self._assign_new_parameters()  # of a group added since the last step
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = {i for i, p in zip(ids, self.params, strict=False) if self.is_mine(p)}
         state = {i: entry for i, entry in state_dict["state"].items() if i in mine}
