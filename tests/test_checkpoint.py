@@ -1,7 +1,6 @@
 """A run saved from N ranks goes on with M, with any of the classes: DCP's files, this project's pieces."""
 
 import copy
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from zero1_helpers import ZeROOne, checkpoint
+from zero1_helpers import ShardedOptimizer, SimpleDDPBucketAsync, ZeROOne, checkpoint
 from zero1_helpers.memory_math import state_bytes
 
 from .models import MLP, OPTIMIZERS, ChannelsLast, Scalar, Unused, Variant, data, loss_of, make
@@ -116,3 +115,149 @@ def one_process(rank, world_size, folder):
     with pytest.warns(UserWarning, match="single process"):
         checkpoint.load_checkpoint(folder, model, plain)
     return plain.state_dict()["state"]
+
+
+def elements_moved(rank, world_size, name, folder):
+    """(state elements held, written, read) by this rank, and the model's elements that it wrote."""
+    variant, plans = built(name, MLP, "adamw"), {}
+    train(variant, rank, world_size, range(1))
+    with pytest.MonkeyPatch.context() as patch:
+        for cls in (checkpoint.Writer, checkpoint.Reader):
+            finish = cls.finish_plan
+
+            def note(planner, plan, finish=finish):
+                plans.setdefault(type(planner).__name__, []).append(plan.items)
+                return finish(planner, plan)
+
+            patch.setattr(cls, "finish_plan", note)
+        checkpoint.save_checkpoint(folder, variant.model, variant.optimizer)
+        checkpoint.load_checkpoint(folder, variant.model, variant.optimizer)
+    held = sum(v.numel() for s in variant.optimizer.state.values() for k, v in s.items() if k != "step")
+    (saved,), (_, loaded) = plans["Writer"], plans["Reader"]
+    wrote = {"elements": 0, "model": 0}
+    for item in saved:
+        if item.index.fqn.split("/")[0] in wrote:
+            wrote[item.index.fqn.split("/")[0]] += item.tensor_data.chunk.sizes.numel()
+    read = sum(item.lengths.numel() for item in loaded if item.dest_index.fqn.startswith("elements/"))
+    return held, wrote["elements"], read, wrote["model"]
+
+
+@pytest.mark.parametrize("name", ["balanced", "overlap", "flat"])
+def test_each_rank_writes_and_reads_its_shard_and_nothing_is_collected(ranks, tmp_path, name):
+    found = ranks(elements_moved, 4, name, str(tmp_path))
+    whole = sum(p.numel() for p in MLP().parameters())
+    for held, written, read, model in found:
+        assert held == written == read and model < whole
+    assert [sum(column) for column in zip(*found, strict=True)] == [2 * whole, 2 * whole, 2 * whole, whole]
+    assert len(list(tmp_path.glob("*.distcp"))) == 4
+
+
+class Wider(MLP):
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = nn.Linear(8, 9)
+        self.layers[2] = nn.Linear(9, 8)
+
+
+class Deeper(MLP):
+    def __init__(self):
+        super().__init__()
+        self.layers.insert(1, nn.Linear(8, 8))
+
+
+def refused(rank, world_size, folder):
+    adamw, momentum = (built("flat", MLP, name) for name in ("adamw", "momentum"))
+    train(adamw, rank, world_size, range(1))
+
+    def loading(match, variant, where="saved", error=ValueError):
+        with pytest.raises(error, match=match) as caught:
+            checkpoint.load_checkpoint(f"{folder}/{where}", variant.model, variant.optimizer)
+        assert "\n" not in str(caught.value)
+
+    loading("there is no complete checkpoint in .*nowhere$", adamw, "nowhere", FileNotFoundError)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(checkpoint.Writer, "lookup_object", lambda self, index: 1 / 0)
+        with pytest.raises(dcp.api.CheckpointException, match="division by zero"):  # on all ranks
+            checkpoint.save_checkpoint(f"{folder}/saved", adamw.model, adamw.optimizer)
+    assert list(Path(folder, "saved").glob("*.distcp"))
+    loading("there is no complete checkpoint", adamw, error=FileNotFoundError)
+    checkpoint.save_checkpoint(f"{folder}/saved", adamw.model, adamw.optimizer)  # takes the leftovers' place
+    before = bits(adamw)
+    for where in ("saved", "saved" if rank == 1 else "fresh"):  # seen by all, or by one
+        with pytest.raises(FileExistsError, match="there is a checkpoint in .*saved already"):
+            checkpoint.save_checkpoint(f"{folder}/{where}", momentum.model, momentum.optimizer)
+    loading("the checkpoint is of AdamW, the optimizer is SGD", momentum)
+    wide, deep = (built("flat", cls, "adamw") for cls in (Wider, Deeper))
+    loading(r"layers.1.weight is \(8, 8\) in the checkpoint and \(9, 8\) in the model", wide)
+    loading("the model has layers.4.weight, the checkpoint has not", deep)
+    model = make(MLP)
+    some = ZeROOne(torch.optim.AdamW(list(model.parameters())[:-2]))
+    with pytest.raises(ValueError, match=r"hold other parameters .*: \[6\] parameters, there \[8\]"):
+        checkpoint.load_checkpoint(f"{folder}/saved", model, some)
+    with pytest.raises(ValueError, match="a parameter that is not in the model"):
+        checkpoint.load_checkpoint(f"{folder}/saved", model, adamw.optimizer)
+    for a, b in zip(bits(adamw), before, strict=True):
+        assert torch.equal(a, b)  # nothing was changed
+    checkpoint.load_checkpoint(f"{folder}/saved", adamw.model, adamw.optimizer)
+    for a, b in zip(bits(adamw), before, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_is_no_checkpoint_of_this_run_is_refused_in_one_line(ranks, tmp_path):
+    ranks(refused, 2, str(tmp_path))
+
+
+def layouts(rank, world_size, folder):
+    saved = built("zero1", ChannelsLast, "adamw")
+    train(saved, rank, world_size, range(1))
+    checkpoint.save_checkpoint(folder, saved.model, saved.optimizer)
+    model = make(ChannelsLast)
+    model.conv.to(memory_format=torch.contiguous_format)
+    other = ZeROOne(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match="conv.weight has another order in memory"):
+        checkpoint.load_checkpoint(folder, model, other)
+
+
+def test_another_layout_in_memory_is_refused(ranks, tmp_path):
+    ranks(layouts, 2, str(tmp_path))
+
+
+def scheduled(rank, world_size, folder):
+    """A scheduler, two groups, a group added late, and a compiled model: all of it goes on."""
+    variants = {}
+    for which in ("went on", "resumed"):
+        model = make(MLP)
+        matrices = [p for p in model.layers[1:].parameters() if p.ndim > 1]
+        others = [p for p in model.layers[1:].parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+        optimizer = ShardedOptimizer(torch.optim.AdamW, groups, lr=0.05)
+        optimizer.add_param_group({"params": list(model.layers[0].parameters()), "lr": 0.2})
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        compiled = torch.compile(model, backend="eager") if which == "resumed" else model
+        variants[which] = SimpleDDPBucketAsync(compiled, optimizer, Variant.cap), optimizer, schedule
+
+    def go_on(which, steps):
+        wrapped, _, schedule = variants[which]
+        for i in steps:
+            x, y = data(i, world_size)
+            loss_of(wrapped, x[rank], y[rank]).backward()
+            wrapped.wait_for_gradients()
+            wrapped.wait_for_broadcasts()
+            schedule.step()
+
+    go_on("went on", range(3))
+    wrapped, optimizer, schedule = variants["went on"]
+    checkpoint.save_checkpoint(folder, wrapped, optimizer, {"schedule": schedule.state_dict()})
+    wrapped, optimizer, schedule = variants["resumed"]
+    schedule.load_state_dict(checkpoint.load_checkpoint(folder, wrapped, optimizer)["schedule"])
+    for which in variants:
+        go_on(which, range(3, 6))
+    settings = [[(g["lr"], g["weight_decay"]) for g in o.param_groups] for _, o, _ in variants.values()]
+    assert settings[0] == settings[1] == [(0.05 / 8, 0.3), (0.05 / 8, 0.0), (0.2 / 8, 0.01)]
+    parameters = [list(m.parameters()) for m, _, _ in variants.values()]
+    assert all(torch.equal(p, q) for p, q in zip(*parameters, strict=True))
+
+
+def test_a_schedule_groups_and_a_compiled_model_go_on(ranks, tmp_path):
+    ranks(scheduled, 2, str(tmp_path))
