@@ -14,7 +14,7 @@ from zero1_helpers.memory_math import state_bytes
 
 from .models import MLP, OPTIMIZERS, ChannelsLast, Scalar, Unused, Variant, data, loss_of, make
 from .test_parity import max_difference
-from .test_practice import calm, step_alone
+from .test_practice import Normalised, calm, step_alone
 
 NAMES = ["zero1", "balanced", "sharded", "overlap", "flat", "flat-lazy", "flat-after"]
 
@@ -261,3 +261,22 @@ def scheduled(rank, world_size, folder):
 
 def test_a_schedule_groups_and_a_compiled_model_go_on(ranks, tmp_path):
     ranks(scheduled, 2, str(tmp_path))
+
+
+def unequal(rank, world_size, folder):
+    """What ranks need not agree on is saved as rank 0 has it, whoever writes the rest."""
+    variant = built("zero1", Normalised, "momentum")
+    train(variant, rank, world_size, range(2))
+    mine = [b.clone() for b in variant.model.buffers()]
+    checkpoint.save_checkpoint(folder, variant.model, variant.optimizer, extra=f"rank {rank}")
+    for old, b in zip(mine, variant.model.buffers(), strict=True):
+        assert torch.equal(old, b)  # of this rank, as before
+    assert checkpoint.load_checkpoint(folder, variant.model, variant.optimizer) == "rank 0"
+    return [[b.tolist() for b in which] for which in (mine, variant.model.buffers())]
+
+
+def test_buffers_and_extra_are_rank_0s(ranks, tmp_path):
+    (first, resumed), *others = ranks(unequal, 4, str(tmp_path))
+    assert resumed == first
+    for mine, resumed in others:
+        assert resumed == first != mine

@@ -51,9 +51,12 @@ def save_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer, extr
     there = Path(folder, ".metadata").exists()
     _together(FileExistsError(f"there is a checkpoint in {folder} already") if there else None, optimizer)
     module, held = _settle(model, optimizer)
-    values = {f"model/{key}": value for key, value in module.state_dict().items()}
-    values |= {"about": _about(module, optimizer), "extra": extra}
-    pieces = {}
+    buffers, values, pieces = {name for name, _ in module.named_buffers()}, {}, {}
+    if not dist.is_initialized() or dist.get_rank(_group(optimizer)) == 0:
+        values = {"about": _about(module, optimizer), "extra": extra}
+    for key, value in module.state_dict().items():
+        if values or key not in buffers:  # ranks may differ in them, and rank 0's count
+            values[f"model/{key}"] = value
     for name, (p, here, start) in held.items():
         for key, value in optimizer.state.get(here, {}).items():
             if _is_split(key, value, here):
