@@ -91,7 +91,8 @@ def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer):
     values = {f"model/{key}": value for key, value in module.state_dict().items()}
     pieces, entries = {}, defaultdict(dict)
     for path, saved in stored.items():
-        kind, key, name = path.split("/", 2) if "/" in path else (path, "", "")
+        kind, _, rest = path.partition("/")
+        key, _, name = rest.partition("/")
         if kind not in ("elements", "value") or name not in held:
             continue
         p, here, start = held[name]
