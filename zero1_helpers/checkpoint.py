@@ -50,14 +50,15 @@ def save_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer, extr
     """
     there = Path(folder, ".metadata").exists()
     _together(FileExistsError(f"there is a checkpoint in {folder} already") if there else None, optimizer)
-    module, held = _settle(model, optimizer)
-    buffers, values, pieces = {name for name, _ in module.named_buffers()}, {}, {}
-    if not dist.is_initialized() or dist.get_rank(_group(optimizer)) == 0:
-        values = {"about": _about(module, optimizer), "extra": extra}
+    module = _bare(model)
+    shard = shard_of(module, optimizer)
+    first = not dist.is_initialized() or dist.get_rank(_group(optimizer)) == 0
+    values = {"about": _about(module, optimizer), "extra": extra} if first else {}
+    buffers, pieces = {name for name, _ in module.named_buffers()}, {}
     for key, value in module.state_dict().items():
-        if values or key not in buffers:  # ranks may differ in them, and rank 0's count
+        if first or key not in buffers:  # ranks may differ in them, and rank 0's count
             values[f"model/{key}"] = value
-    for name, (p, here, start) in held.items():
+    for name, (p, here, start) in shard.items():
         for key, value in optimizer.state.get(here, {}).items():
             if _is_split(key, value, here):
                 pieces[f"elements/{key}/{name}"] = Piece(_row(value, here), start, p.numel())
@@ -84,7 +85,8 @@ def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer):
     values = {"about": None, "extra": None}
     dcp.load(values, storage_reader=reader, planner=Reader({}), process_group=group)
     about, extra = values["about"], values["extra"]
-    module, held = _settle(model, optimizer)
+    module = _bare(model)
+    shard = shard_of(module, optimizer)
     _together(_difference(stored, about, module, optimizer), optimizer)
 
     optimizer.state.clear()  # never twice in memory
@@ -93,9 +95,9 @@ def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer):
     for path, saved in stored.items():
         kind, _, rest = path.partition("/")
         key, _, name = rest.partition("/")
-        if kind not in ("elements", "value") or name not in held:
+        if kind not in ("elements", "value") or name not in shard:
             continue
-        p, here, start = held[name]
+        p, here, start = shard[name]
         if kind == "elements":
             entries[here][key] = torch.empty_like(here, dtype=saved.properties.dtype)
             pieces[path] = Piece(_row(entries[here][key], here), start, p.numel())
@@ -106,9 +108,9 @@ def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer):
     for path, value in values.items():
         if path.startswith("value/"):
             _, key, name = path.split("/", 2)
-            entries[held[name][1]][key] = value
+            entries[shard[name][1]][key] = value
     module.load_state_dict({key: values[f"model/{key}"] for key in module.state_dict()})
-    _give(optimizer, {p: here for p, here, _ in held.values()}, about["groups"], entries)
+    _give(optimizer, {p: here for p, here, _ in shard.values()}, about["groups"], entries)
     return extra
 
 
@@ -126,23 +128,26 @@ def _give(optimizer, pieces, groups, entries) -> None:
     optimizer.param_groups, optimizer.state = inner.param_groups, inner.state
 
 
-def _settle(model: nn.Module, optimizer):
-    """The module that has the names, and {name: (parameter, what its state is kept under on this rank,
-    index of that one's first element)} for what this rank holds the state of."""
-    module = model
-    while isinstance(module, WRAPPERS):
-        module = module._orig_mod if isinstance(module, torch._dynamo.OptimizedModule) else module.module
+def _bare(model: nn.Module) -> nn.Module:
+    """Out of a wrapper, out of torch.compile."""
+    while isinstance(model, WRAPPERS):
+        model = model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model.module
+    return model
+
+
+def shard_of(module: nn.Module, optimizer) -> dict[str, tuple[Tensor, Tensor, int]]:
+    """{name: (parameter, what this rank keeps its state under, which element of it that begins with)} of all
+    that this rank has state of."""
     if isinstance(optimizer, FlatShardedOptimizer):
         optimizer.receive()
-    names, held = {p: name for name, p in module.named_parameters()}, {}
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    names, rank, shard = {p: name for name, p in module.named_parameters()}, getattr(optimizer, "rank", 0), {}
+    strangers = any(p not in names for group in optimizer.param_groups for p in group["params"])
     _together(ValueError("the optimizer has a parameter that is not in the model") if strangers else None,
               optimizer)  # fmt: skip
     for p, places, here in _spread(optimizer):
         if here is not None:
-            rank = getattr(optimizer, "rank", 0)
-            held[names[p]] = p, here, next(start for owner, start, _ in places if owner == rank)
-    return module, held
+            shard[names[p]] = p, here, next(start for owner, start, _ in places if owner == rank)
+    return shard
 
 
 def _about(module: nn.Module, optimizer) -> dict:
@@ -336,5 +341,5 @@ def _collect(optimizer, p, places, mine, dtype, to) -> Tensor | None:
     if optimizer.rank != to:
         return None
     if isinstance(optimizer, FlatShardedOptimizer):  # pieces are cut in the order of p's memory
-        return whole.as_strided(p.shape, optimizer.strides(p))
+        return whole.as_strided(p.shape, p.stride())
     return torch.empty_like(p, dtype=dtype, device="cpu").copy_(whole.view(p.shape))

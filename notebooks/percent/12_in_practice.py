@@ -623,11 +623,10 @@ for name, (state, weights) in whole.items():
 # midst of one parameter and ends in the midst of another:
 
 # %%
-names = {p: name for name, p in model.named_parameters()}
-bucket = optimizer.buckets[0]
-for p, piece in bucket.pieces.items():
-    begin = bucket.slice.start + bucket.piece_offsets[p] - bucket.views[p][2]
-    print(f"{names[p]}: elements {begin} to {begin + piece.numel() - 1} of {p.numel()}")
+from zero1_helpers.checkpoint import shard_of
+
+for name, (p, piece, start) in shard_of(model, optimizer).items():
+    print(f"{name}: elements {start} to {start + piece.numel() - 1} of {p.numel()}")
 
 # %% [markdown]
 # So each parameter is taken as one row of elements, and its state is saved in pieces of this row. An owner of
