@@ -115,6 +115,7 @@ def one_process(rank, world_size, folder):
     plain = cls(model.parameters(), **kwargs)
     with pytest.warns(UserWarning, match="single process"):
         checkpoint.load_checkpoint(folder, model, plain)
+    assert plain.param_groups[0]["fused"] is None  # the flat class had it, and this one chose not to
     return plain.state_dict()["state"]
 
 
@@ -127,6 +128,8 @@ def elements_moved(rank, world_size, name, folder):
             finish = cls.finish_plan
 
             def note(planner, plan, finish=finish):
+                if isinstance(planner, checkpoint.Reader) and planner.pieces:
+                    assert not variant.optimizer.state, "never twice in memory"
                 plans.setdefault(type(planner).__name__, []).append(plan.items)
                 return finish(planner, plan)
 
@@ -264,15 +267,33 @@ def test_a_schedule_groups_and_a_compiled_model_go_on(ranks, tmp_path):
     ranks(scheduled, 2, str(tmp_path))
 
 
+class Counted(Normalised):
+    """Has state that is no tensor."""
+
+    forwards = 0
+
+    def forward(self, x):
+        self.forwards += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"forwards": self.forwards}
+
+    def set_extra_state(self, state):
+        self.forwards = state["forwards"]
+
+
 def unequal(rank, world_size, folder):
     """What ranks need not agree on is saved as rank 0 has it, whoever writes the rest."""
-    variant = built("zero1", Normalised, "momentum")
+    variant = built("zero1", Counted, "momentum")
     train(variant, rank, world_size, range(2))
     mine = [b.clone() for b in variant.model.buffers()]
     checkpoint.save_checkpoint(folder, variant.model, variant.optimizer, extra=f"rank {rank}")
     for old, b in zip(mine, variant.model.buffers(), strict=True):
         assert torch.equal(old, b)  # of this rank, as before
+    variant.model.module.forwards = 0
     assert checkpoint.load_checkpoint(folder, variant.model, variant.optimizer) == "rank 0"
+    assert variant.model.module.forwards == 2
     return [[b.tolist() for b in which] for which in (mine, variant.model.buffers())]
 
 

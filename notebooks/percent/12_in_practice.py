@@ -285,7 +285,7 @@ here = nn.utils.get_total_norm([piece.grad for piece in pieces]).item()
 print(f"norm here {here:.4f}, so the factor is {min(1, 0.1 / here):.4f}")
 
 # %% [markdown]
-# A factor for each rank: that does not shorten the gradient, it bends it. Squares add up, so one number has to be
+# First prediction: no error, and a factor for each rank. That does not shorten the gradient, it bends it. Squares add up, so one number has to be
 # summed:
 
 # %%
@@ -415,7 +415,7 @@ if torn:
     assert 0 < moved < 0.95 * total
 
 # %% [markdown]
-# The ranks are equal, for each gets every slice from its owner. But the step is torn: some of the elements took it, others did not. No
+# Second prediction: the ranks are equal, for each gets every slice from its owner. But the step is torn: some of the elements took it, others did not. No
 # comparison of ranks finds that; only asking each other before the step prevents it. `scaler_step` does, and clips
 # in between if it is told to.
 
@@ -462,8 +462,8 @@ wrapped.sync_gradients()
 scaler.step(optimizer)
 
 # %% [markdown]
-# The loss would tell a few steps later, if anyone looks at that of every rank. `check_in_sync` compares a checksum of each tensor, 8
-# bytes, and names the first that differs:
+# Nothing is raised, and the loss that rank 0 prints need not show what happened on another. `check_in_sync` compares a
+# checksum of each tensor, 8 bytes, and names the first that differs:
 
 # %%
 message = ""
@@ -474,6 +474,7 @@ except ValueError as error:
 print(message)
 if world_size > 1:
     assert "ranks differ" in message and message.endswith(" 0.weight")
+    assert all(p.isfinite().all() for p in model.parameters()) == (rank == world_size - 1)
 
 # %% [markdown]
 # ## Buffers
@@ -559,11 +560,21 @@ assert len(delivered) == len(list(model.parameters()))
 
 # %% [markdown]
 # So buckets still save collectives, and hide nothing behind the backward of a model that is compiled whole. Compile its
-# blocks one by one, and each block hands out its own.
-#
+# blocks one by one, and each block hands out its own: the last one comes first, while the others are still to be computed.
+
+# %%
+blocks = new_model()
+for i in (0, 2, 4):
+    blocks[i] = torch.compile(blocks[i], backend="aot_eager")
+node = blocks(batch(0, rank, world_size)[0]).grad_fn
+delivered = [target.variable for target, _ in node.next_functions if hasattr(target, "variable")]
+print(f"{node.name()} hands {len(delivered)} of {len(list(blocks.parameters()))} parameters their gradient")
+assert {id(p) for p in delivered} == {id(p) for p in blocks[4].parameters()}
+
+# %% [markdown]
 # ## Several devices
 #
-# A sharded optimizer sends all parameters through one group, so they have to be on one kind of device. If not, it says so:
+# A rank's parameters travel in one group, and in flat tensors together, so they have to be on one device. If not, it is said:
 
 # %%
 for make in makers:
@@ -582,11 +593,11 @@ for make in makers:
 # `state_dict()` of a shard would be saved without complaint, and most of the state would be gone. So it raises:
 
 # %%
-for make in (zero1, flat):
+for make in makers:
     try:
         make(new_model()).state_dict()
     except RuntimeError as error:
-        print(f"{make.__name__:7} {str(error)[:62]}")
+        print(f"{make.__name__:7} {str(error).split(';')[0]}")
     else:
         raise AssertionError("a part of the state, shown as the whole")
 
@@ -767,7 +778,7 @@ for name, losses in curves.items():
     assert off < 1e-9 and gap(ends[name], model) < 1e-9
 
 # %% [markdown]
-# Not in every bit: a sum over 4 ranks rounds where a sum over 2 does not. But up to rounding it is the run that was
+# Third prediction. Not in every bit: a sum over 4 ranks rounds where a sum over 2 does not. But up to rounding it is the run that was
 # never stopped, whichever class wrote and whichever read.
 
 # %%
@@ -794,9 +805,9 @@ below.plot(rates, color="#1b1f24")
 for axes in (ax, below):
     for stop in (9.5, 19.5):
         axes.axvline(stop, color="#1b1f24", linestyle=":", linewidth=0.8)
-ax.set(ylabel="loss", ylim=(0, None))
-below.set(xlabel="step", ylabel="lr", ylim=(0, None))
 ax.legend(frameon=False)
+ax.set(ylabel="loss", ylim=(0, None))
+below.set(xlabel="step", ylabel="lr", ylim=(0, None));
 
 # %%
 # %%local
@@ -863,9 +874,11 @@ for other, make in ((wider, flat), (new_model(), lambda model: flat(model, cls=t
 #    gradient from then on is an average over different points.
 #    </details>
 #
-# 4. A GPU has two moments and a master copy per parameter, and a checkpoint is written every hour. How many bytes does a rank
-#    write with `save_checkpoint`, how many with `full_state_dict` on rank 0, for the models of notebook 01 on 64 ranks?
+# 4. Mixed precision with a master copy, 64 ranks: how many bytes does a rank write with `save_checkpoint`, and how many must
+#    rank 0 hold for `full_state_dict`? Take Ψ and K from notebook 01.
 #
 #    <details><summary>Hint</summary>
-#    With DCP each rank writes K·Ψ/N and about a share of the weights. Rank 0 writes K·Ψ alone, after having received it.
+#    With DCP each rank writes K·Ψ/N and a share of the weights. Rank 0 has to hold K·Ψ, after having received nearly all of it.
 #    </details>
+#
+# Next: [13 Side by side](13_side_by_side.ipynb)
