@@ -44,6 +44,7 @@ KERNELS = ("fused", "foreach")  # settings of a group that belong to this run, n
 def save_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer, extra=None) -> None:
     """Write model, optimizer and `extra` (rank 0's: the scheduler's state, the step) to a folder that all
     ranks see. Each rank writes its shard of the state and a share of the model; nothing is collected.
+    Until its file is complete DCP keeps a copy on the CPU of what had to be copied: at most that part.
 
     DCP writes `.metadata` last, under another name first. Without it there is no checkpoint, so
     one that was interrupted is never loaded; a complete one is never written over: FileExistsError.

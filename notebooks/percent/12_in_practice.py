@@ -807,12 +807,12 @@ for axes in (ax, below):
         axes.axvline(stop, color="#1b1f24", linestyle=":", linewidth=0.8)
 ax.legend(frameon=False)
 ax.set(ylabel="loss", ylim=(0, None))
-below.set(xlabel="step", ylabel="lr", ylim=(0, None));
+below.set(xlabel="step", ylabel="lr", ylim=(0, None))
+fig.title = "Stopped twice, resumed on other numbers of ranks"
 
 # %%
 # %%local
 about = pull("about")[0]
-fig.title = "Stopped twice, resumed on other numbers of ranks"
 fig.caption = (f"Loss and lr of a run that was saved and resumed at the dotted lines, by another class and on another number of "
                f"ranks; in grey a run in one process. {about['hardware']} · {about['backend']} · {about['date']}.")
 fig.alt_text = (f"Two curves that coincide: the loss falls from {unbroken[0]:.2f} to {unbroken[-1]:.2f} in {len(unbroken)} "
