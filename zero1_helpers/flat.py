@@ -260,7 +260,7 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self):
         raise RuntimeError(
-            "state_dict() would hold the shard of this rank only; practice.full_state_dict(optimizer) "
+            "state_dict() would hold the shard of this rank only; checkpoint.full_state_dict(optimizer) "
             "puts it together on one rank"
         )
 

@@ -1,8 +1,8 @@
-"""What a real training run asks of a sharded optimizer: clipping, saving, resuming, loss scaling, a check.
+"""What a real training run asks of a sharded optimizer: clipping, loss scaling, a check that ranks agree.
 
 For `ZeROOne`, `ShardedOptimizer` and `FlatShardedOptimizer` alike. Each is called on every rank, in the
 same order, as any collective is. Schedulers, several groups and `add_param_group` need no help: all
-three are torch optimizers, whose `param_groups` are the real ones.
+three are torch optimizers, whose `param_groups` are the real ones. Saving and resuming: `checkpoint`.
 """
 
 import math
@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .flat import FlatShardedOptimizer
-from .memory_math import is_counter
-from .partition import pieces_of
 from .zero import ZeROOne, instead
 
-CHUNK = 2**20  # elements that a tensor travels in when it is saved or loaded
+CHUNK = 2**20  # elements that a checksum is made of at a time
 
 
 # Gradients
@@ -100,82 +98,6 @@ def scaler_step(
     if max_norm is not None:
         clip_grad_norm_(optimizer, max_norm)
     optimizer.step()
-
-
-# State
-
-
-@torch.no_grad()
-def full_state_dict(optimizer: ZeROOne | FlatShardedOptimizer, to: int = 0) -> dict | None:
-    """All shards put together on the CPU of rank `to`, as the plain optimizer's state_dict; else None.
-
-    Tensors travel in pieces of CHUNK elements, and no other rank holds more than one of them beside its
-    own shard. What it returns `load_state_dict` takes, of the plain optimizer and of all three classes,
-    on any number of ranks; there, on every rank (`torch.load(..., mmap=True)` reads only the shard).
-    """
-    described = {
-        i: {key: value.dtype if _is_split(key, value, here) else value for key, value in
-            optimizer.state[here].items()}
-        for i, (_, _, here) in enumerate(_spread(optimizer)) if here in optimizer.state
-    }  # fmt: skip
-    everyone = [None] * optimizer.world_size
-    dist.all_gather_object(everyone, described, group=optimizer.process_group)
-    index = {p: i for i, p in enumerate(optimizer.params)}
-    groups = [group | {"params": [index[p] for p in group["params"]]} for group in optimizer.param_groups]
-    whole = {"state": {}, "param_groups": groups}
-    for i, (p, places, here) in enumerate(_spread(optimizer)):
-        about = next((known[i] for known in everyone if i in known), {})
-        entry = {
-            key: _collect(optimizer, p, places, optimizer.state.get(here, {}).get(key), value, to)
-            if isinstance(value, torch.dtype) else value
-            for key, value in about.items()
-        }  # fmt: skip
-        if entry:
-            whole["state"][i] = entry
-    return whole if optimizer.rank == to else None
-
-
-def _spread(optimizer):
-    """For each parameter: itself, [(owner, start, end)] of its elements, and what this rank's state is
-    kept under, or None."""
-    if isinstance(optimizer, ZeROOne):
-        for p in optimizer.params:
-            owner = optimizer.param_to_owner_rank.get(p)
-            yield p, [] if owner is None else [(owner, 0, p.numel())], p if optimizer.is_mine(p) else None
-        return
-    ranks, spread = range(optimizer.world_size), {}
-    for bucket in optimizer.buckets:
-        cuts = [pieces_of([p.numel() for p in bucket.params], rank, len(ranks)) for rank in ranks]
-        for i, p in enumerate(bucket.params):
-            places = [(rank, *cuts[rank][i]) for rank in ranks if i in cuts[rank]]
-            spread[p] = places, bucket.pieces.get(p)
-    for p in optimizer.params:
-        yield p, *spread.get(p, ([], None))
-
-
-def _is_split(key: str, value, here: Tensor) -> bool:
-    """Is this entry of the state one number per element, and not one for the whole parameter?"""
-    return isinstance(value, Tensor) and not is_counter(key) and value.shape == here.shape
-
-
-def _collect(optimizer, p, places, mine, dtype, to) -> Tensor | None:
-    """One entry of p's state on rank `to`, in p's shape and strides: fused kernels count on them."""
-    whole = torch.empty(p.numel(), dtype=dtype) if optimizer.rank == to else None
-    for owner, start, end in places:
-        for a in range(start, end, CHUNK):
-            b = min(a + CHUNK, end)
-            if optimizer.rank == owner:
-                part = mine.reshape(-1)[a - start : b - start].contiguous()
-            else:
-                part = torch.empty(b - a, dtype=dtype, device=p.device)
-            dist.broadcast(part, group=optimizer.process_group, group_src=owner)
-            if optimizer.rank == to:
-                whole[a:b] = part
-    if optimizer.rank != to:
-        return None
-    if isinstance(optimizer, FlatShardedOptimizer):  # pieces are cut in the order of p's memory
-        return whole.as_strided(p.shape, p.stride())
-    return torch.empty_like(p, dtype=dtype, device="cpu").copy_(whole.view(p.shape))
 
 
 # Equality

@@ -63,6 +63,8 @@ class ZeROOne(torch.optim.Optimizer):
         new = [p for p in self.params if p.requires_grad and p not in self.param_to_owner_rank]
         if not new:
             return
+        if len(devices := {str(p.device) for p in self.params}) > 1:
+            raise ValueError(f"parameters are on several devices: {', '.join(sorted(devices))}")
         self.param_to_owner_rank |= zip(
             new, assign_owners(self.partition, new, self.world_size), strict=True
         )
@@ -72,6 +74,12 @@ class ZeROOne(torch.optim.Optimizer):
         for p in self.params:
             if not self.is_mine(p):
                 self.state.pop(p, None)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """New parameters get owners; a wrapper with hooks is made again, to watch them."""
+        super().add_param_group(param_group)
+        if self.param_groups is self.optimizer.param_groups:  # not while the first groups are being added
+            self._assign_new_parameters()
 
     def is_mine(self, param: Tensor) -> bool:
         return self.param_to_owner_rank.get(param) == self.rank
@@ -119,6 +127,7 @@ class ZeROOne(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict) -> None:
         """Take a whole optimizer's state, or this rank's shard; what others own is dropped."""
+        self._assign_new_parameters()
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = {i for i, p in zip(ids, self.params, strict=False) if self.is_mine(p)}
         state = {i: entry for i, entry in state_dict["state"].items() if i in mine}
