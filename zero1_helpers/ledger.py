@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from .memory_math import is_counter
+from .memory_math import is_counter, local, state_entries
 from .runs import STATES
 
 MARKER = "ledger "  # and its number: the name of a marker's event in the trace
@@ -40,6 +40,7 @@ class MemoryLedger:
         self.notes: list[Note] = []
         self._announced: list[tuple[weakref.ref, int, int]] = []  # tensor, address, marker
 
+    @torch.no_grad()
     def look(self) -> None:
         found = {}
         if self.model is not None:
@@ -47,8 +48,7 @@ class MemoryLedger:
             self._add(found, "params", params)
             self._add(found, "grads", [p.grad for p in params if p.grad is not None])
         if self.optimizer is not None:
-            entries = [entry for state in self.optimizer.state.values() for entry in state.items()]
-            entries = [(key, value) for key, value in entries if isinstance(value, torch.Tensor)]
+            entries = state_entries(self.optimizer)
             self._add(found, "opt_state", [value for key, value in entries if not is_counter(key)])
             self._add(found, "counters", [value for key, value in entries if is_counter(key)])
         self._mark(True, found)
@@ -77,7 +77,7 @@ class MemoryLedger:
 
     @staticmethod
     def _add(found: dict, category: str, tensors: list[torch.Tensor]) -> None:
-        for storage in (t.untyped_storage() for t in tensors):
+        for storage in (local(t).untyped_storage() for t in tensors):
             if storage.nbytes():
                 found.setdefault(storage.data_ptr(), (category, storage.nbytes()))
 
@@ -100,14 +100,16 @@ def account(events: list[dict], notes: list[Note], cuda: bool = False) -> pd.Dat
     does not tell are inferred: blocks older than the window (a marker names them), the end of such
     blocks (a whole note no longer has them), and unreported frees (the address is allocated again,
     or the tensor that was announced is gone), and the end of the copy that gloo reduces in place of a
-    reduce-scatter's input.
+    reduce-scatter's input. A block that a later note names again, and nobody allocated, was there all the
+    time: the bucket whose views are torch DDP's gradients, a shard while FSDP2 shows the whole parameter.
     """
-    blocks, alive = [], {}  # alive: address -> Block
+    blocks, alive, missed = [], {}, {}  # alive, and not seen by the last notes: address -> Block
     start = min(e["ts"] for e in events if "ts" in e)
     guess = "other"
 
     def add(address: int, block: Block) -> None:
         alive[address] = block
+        missed.pop(address, None)
         blocks.append(block)
 
     for ts, kind, value in _timeline(events, 1 if cuda else 0):
@@ -135,8 +137,12 @@ def account(events: list[dict], notes: list[Note], cuda: bool = False) -> pd.Dat
                     if a not in note.found and (not b.seen_born or b.category == "grads")
                 ]
             for address in dict.fromkeys(gone):
-                alive.pop(address).died = ts
+                missed[address] = alive.pop(address)
+                missed[address].died = ts
             for address, (category, size) in note.found.items():
+                if address in missed and note.whole:
+                    alive[address] = missed.pop(address)
+                    alive[address].died = None
                 if address not in alive:
                     size = -(-size // CUDA_BLOCK) * CUDA_BLOCK if cuda else size
                     add(address, Block(start, size, category, seen_born=False))
