@@ -188,10 +188,12 @@ from importlib.util import find_spec
 
 from zero1_helpers.memory_math import nbytes, state_bytes
 
-if find_spec("deepspeed") is None:
+settings = {"lr": 0.01, "eps": 1e-3}
+if missing := find_spec("deepspeed") is None:
     print("deepspeed is not installed here: deepspeed_stage1 was defined, and not run")
-else:
-    settings = {"lr": 0.01, "eps": 1e-3}
+
+# %%
+if not missing:
     found, optimizer = deepspeed_stage1(8, **settings)
     share = state_bytes(optimizer)[0] / (2 * nbytes(found))
     print(f"a rank holds {share:.1%} of Adam's state")
@@ -394,8 +396,6 @@ for name, (build, _) in contenders.items():
 # %%
 import time
 
-from zero1_helpers.link import lane
-
 
 def block(name, steps=2):
     (model, optimizer), after_backward = racers[name], contenders[name][1]
@@ -405,10 +405,12 @@ def block(name, steps=2):
         model(x).square().mean().backward()
         after_backward(model, optimizer)
     torch.zeros(1, device=device).item()  # a GPU has done all of it
-    return (time.perf_counter() - began) / steps
+    return (time.perf_counter() - began) / steps  # seconds
 
 
 # %%
+from zero1_helpers.link import lane
+
 floors, times, order = {}, [], list(contenders)
 for name in order:
     block(name)  # makes the state; buckets are planned anew
@@ -491,7 +493,7 @@ assert hasattr(FSDPModule, "set_requires_gradient_sync") and hasattr(ZeroRedunda
 from zero1_helpers.plan import Network, Workload, growth, plan, stages
 
 by_stage = stages(7.5e9, "mixed", 64)
-show_table(by_stage, "GB on each of 64 ranks, by the closed forms; stage 0 is plain data parallelism.")
+show_table(by_stage.map("{:.2f}".format), "GB on each of 64 ranks, by the closed forms; stage 0 is plain data parallelism.")
 for stage, printed in {0: 120, 1: 31.4, 2: 16.6, 3: 1.88}.items():  # the paper's
     assert abs(by_stage.loc[stage, "total"] - printed) < 0.05
 
@@ -507,7 +509,7 @@ from zero1_helpers.link import parse_link
 work = Workload(7.5e9, compute=6 * 7.5e9 * 8192 / 4e14, recipe="mixed")
 network = Network(inside=parse_link("nvlink"), between=parse_link("100gbit"), node_size=8)
 on_64 = plan(work, 64, network)
-show_table(on_64, f"One step of {work.compute:.2f} s of compute on 64 ranks, by variant.")
+show_table(on_64.map("{:.3f}".format), f"One step of {work.compute:.2f} s of compute on 64 ranks, by variant.")
 assert on_64.loc["flat", "exposed_s"] < on_64.loc["zero1-overlap", "exposed_s"] < on_64.loc["zero1", "exposed_s"]
 
 # %% [markdown]
@@ -553,11 +555,8 @@ assert percent.loc[10_000, "zero1"] < 1.5 * percent.loc[64, "zero1"], "most of i
 
 # %%
 # %%local
-import torch
-
 from zero1_helpers import by_bytes
 from zero1_helpers.memory_math import predict
-from zero1_helpers.workload import meta_smol_model
 
 
 def saving(model, optimizer_cls, **kwargs):
@@ -569,6 +568,10 @@ def saving(model, optimizer_cls, **kwargs):
 
 # %%
 # %%local
+import torch
+
+from zero1_helpers.workload import meta_smol_model
+
 lora = meta_smol_model().requires_grad_(False)
 for layer in [m for m in lora.modules() if isinstance(m, torch.nn.Linear)]:
     down, up = torch.empty(8, layer.in_features), torch.empty(layer.out_features, 8)
@@ -609,7 +612,7 @@ assert needed[1] is None and needed[2] is None and needed[3] is not None
 count, tensors = sum(p.numel() for p in smol.parameters()), len(list(smol.parameters()))
 slow = Workload(count, compute=6 * count * 8192 / 4e14, recipe="bf16", tensors=tensors)
 pair = plan(slow, 2, Network(parse_link("10gbit")))[["sent_gb", "exposed_s", "step_s"]]
-show_table(pair.assign(times_ddp=pair["step_s"] / pair.loc["ddp", "step_s"]),
+show_table(pair.assign(of_ddp=pair["step_s"] / pair.loc["ddp", "step_s"]).map("{:.3f}".format),
            f"SmolLM2-360M in bf16 on two ranks, {slow.compute:.3f} s of compute, {parse_link('10gbit')}.")
 assert pair.loc["zero1", "sent_gb"] == 2 * pair.loc["ddp", "sent_gb"]
 assert pair.loc["flat", "sent_gb"] == pair.loc["ddp", "sent_gb"]
