@@ -10,8 +10,8 @@ from benchmarks.contenders import torch_ddp, torch_fsdp2, torch_zero
 from zero1_helpers import phases
 from zero1_helpers.ledger import MARKER, MemoryLedger, Note, account, peaks
 from zero1_helpers.memory_math import local, nbytes, predict, state_bytes
-from zero1_helpers.profiling import read_trace
-from zero1_helpers.runs import STATES
+from zero1_helpers.profiling import get_profiler, read_trace
+from zero1_helpers.runs import STATES, load_run
 
 from .models import MLP, OPTIMIZERS, VARIANTS, UnusedOnSomeRanks, Variant, data, loss_of, make
 
@@ -134,6 +134,23 @@ def test_torchs_own_classes_are_read_as_exactly(ranks, name):
             assert {category: found.get(category, 0) for category in true} == true, number
         held.append(truth[-1][1]["opt_state"])
     assert (held == [whole] * 2) if name == "torch-ddp" else (sum(held) == whole and max(held) < 0.6 * whole)
+
+
+def record_torchs(rank, world_size, name, folder):
+    variant = TorchVariant(name, make(MLP), torch.optim.AdamW, lr=0.01)
+    with get_profiler(folder, 1, model=variant.model, optimizer=variant.optimizer) as profiler:
+        x, y = data(0, world_size)
+        loss_of(variant.model, x[rank], y[rank]).backward()
+        variant.finish()
+        profiler.step()
+
+
+@pytest.mark.parametrize("name", ["torch-ddp", "torch-zero", "torch-fsdp2"])
+def test_what_torchs_classes_hold_is_predicted(ranks, name, tmp_path):
+    ranks(record_torchs, 2, name, tmp_path)
+    record = load_run(tmp_path).record
+    held, predicted = ([rank["opt_state"] for rank in record[key]] for key in ("memory", "predicted"))
+    assert held == predicted and min(held) > 0
 
 
 def test_peaks_are_the_predicted_bytes(ranks):

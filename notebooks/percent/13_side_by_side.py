@@ -201,7 +201,7 @@ if not missing:
     assert abs(share - 1 / world_size) < 1e-3
 
 # %% [markdown]
-# This cell is written after DeepSpeed's documentation. Where it prints that it was not run, take it as such.
+# These cells follow DeepSpeed's documentation. Where they print that nothing was run, nothing was.
 #
 # ## A window on each
 #
