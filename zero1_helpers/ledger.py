@@ -121,6 +121,8 @@ def account(events: list[dict], notes: list[Note], cuda: bool = False) -> pd.Dat
                 size > 0 or alive[address].seen_born or alive[address].size == -size
             ):
                 alive.pop(address).died = ts
+            elif address in missed and missed[address].size == -size:
+                missed.pop(address).died = ts  # not when a note missed it, but now
             if size > 0:
                 add(address, Block(ts, size, guess))
         elif kind == "gone":
