@@ -12,8 +12,8 @@ from .results import markdown
 def show_source(*objects) -> None:
     """Show classes or functions as they stand in the project's files."""
     for obj in objects:
-        path = Path(inspect.getfile(obj)).relative_to(Path(__file__).parent.parent).as_posix()
-        text = f"`{path}`\n\n```python\n{inspect.getsource(obj)}```"
+        path = Path(inspect.getfile(obj)).resolve().relative_to(Path(__file__).resolve().parent.parent)
+        text = f"`{path.as_posix()}`\n\n```python\n{inspect.getsource(obj)}```"
         display(Markdown(text))
 
 

@@ -226,18 +226,8 @@ labels = torch.zeros(4, dtype=torch.long, device=device)  # (batch,)
 tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}  # (batch, length)
 
 # %% [markdown]
-# Where there is no GPU, the collectives pass an emulated link, here one without any limit: it holds nothing up, and
-# counts what any class sends, torch's own included. Over NCCL the profiler's trace has the counts.
-
-# %%
-from zero1_helpers.link import Link, emulate
-
-if device.type == "cpu":
-    emulate(Link(1e15))
-
-# %% [markdown]
-# Two steps make the state and let all settle on their buckets. Two more are recorded, by the same profiler and the same
-# memory ledger for all:
+# Two steps make the state and let all settle on their buckets. Two more are recorded, by one profiler and one memory
+# ledger for all; what is sent is counted in the profiler's trace, whoever sends it.
 
 # %%
 from zero1_helpers import get_profiler
@@ -381,9 +371,13 @@ for name in names:
 # Times need a network. One link for all, slow enough to matter on this machine, and an MLP whose compute is small:
 
 # %%
-LINK = "100MB/s" if device.type == "cpu" else None
-if LINK:
+from zero1_helpers.link import emulate
+
+LINK = "100MB/s" if device.type == "cpu" else "none"  # over NCCL the link is a real one
+if LINK != "none":
     emulate(LINK)
+
+# %%
 racers, x = {}, torch.randn(64, 512, generator=torch.Generator().manual_seed(rank)).to(device)
 for name, (build, _) in contenders.items():
     model = mlp(8, 512, torch.float32)
