@@ -56,10 +56,6 @@ def profile_steps(rank, world_size, name, optimizer_name, model_cls):
     variant = (TorchVariant if torchs else Variant)(name, make(model_cls), cls, **kwargs)
     ledger = MemoryLedger(variant.model, variant.optimizer)
     truth, buckets, params = [], Buckets(), {}
-    for step in range(2 if torchs else 0):  # DDP makes its buckets anew in the second
-        x, y = data(step, world_size)
-        loss_of(variant.model, x[rank], y[rank]).backward()
-        variant.finish()
 
     def edge():
         """Look, and note which marker it was and what is true at it."""
@@ -220,19 +216,6 @@ def test_what_the_allocator_does_not_tell():
     assert total_at(memory, 99) == {"params": 100, "other": 8, "temporaries": 32}
     assert peaks(memory)["peak_states"] == 100 + 32 + 64
     assert set(memory.category) <= {*STATES, "counters", "activations", "temporaries", "other"}
-
-
-def test_what_a_note_misses_is_there_until_it_is_freed():
-    """Torch DDP's bucket: its views are gradients, until zero_grad lets go of the views."""
-    whole, without = {0x1: ("params", 100), 0x2: ("grads", 50)}, {0x1: ("params", 100)}
-    events = [annotation(10 * i, f"ledger {i}") for i in range(4)]
-    notes = [Note(True, found, []) for found in (whole, without, whole, without)]
-    memory = account(events, notes)  # older than the window, not seen at 10, seen again
-    assert [total_at(memory, ts).get("grads", 0) for ts in (5, 15, 25)] == [50, 50, 50]
-    born = [annotation(-9, "ProfilerStep#0"), memory_event(-5, 0x2, 50), memory_event(14, 0x2, -50)]
-    again = [memory_event(16, 0x2, 50)]
-    memory = account(events + born + again, notes)  # another one at the same address
-    assert [total_at(memory, ts).get("grads", 0) for ts in (5, 12, 15, 25)] == [50, 50, 0, 50]
 
 
 def test_cuda_blocks_are_rounded_as_its_allocator_does():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from .memory_math import is_counter, local, state_entries
@@ -39,14 +40,19 @@ class MemoryLedger:
         self.model, self.optimizer = model, optimizer
         self.notes: list[Note] = []
         self._announced: list[tuple[weakref.ref, int, int]] = []  # tensor, address, marker
+        self._params: dict[torch.Tensor, None] = {}  # in the order in which they were seen
+        self._buckets: dict[int, tuple[StorageWeakRef, int]] = {}  # address -> whether it lives, bytes
 
     @torch.no_grad()
     def look(self) -> None:
         found = {}
         if self.model is not None:
-            params = list(self.model.parameters())
-            self._add(found, "params", params)
-            self._add(found, "grads", [p.grad for p in params if p.grad is not None])
+            # All that were ever seen: FSDP2 shows shards or whole parameters, and holds both.
+            self._params |= dict.fromkeys(self.model.parameters())
+            grads = [p.grad for p in self._params if p.grad is not None]
+            self._add(found, "params", list(self._params))
+            self._add(found, "grads", grads)
+            self._add_buckets_of(found, grads)
         if self.optimizer is not None:
             entries = state_entries(self.optimizer)
             self._add(found, "opt_state", [value for key, value in entries if not is_counter(key)])
@@ -75,6 +81,17 @@ class MemoryLedger:
             self._announced = [entry for entry in self._announced if entry[0]() is not None]
             self.notes.append(Note(whole, found, gone))
 
+    def _add_buckets_of(self, found: dict, grads: list[torch.Tensor]) -> None:
+        """Gradients as views of a bucket that nobody announced (torch DDP's): it stays when they go."""
+        announced = {address for _, address, _ in self._announced}
+        for grad in map(local, grads):
+            storage = grad.untyped_storage()
+            if storage.nbytes() > grad.nbytes and storage.data_ptr() not in announced:
+                self._buckets[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self._buckets = {a: bucket for a, bucket in self._buckets.items() if not bucket[0].expired()}
+        for address, (_, size) in self._buckets.items():
+            found.setdefault(address, ("grads", size))
+
     @staticmethod
     def _add(found: dict, category: str, tensors: list[torch.Tensor]) -> None:
         for storage in (local(t).untyped_storage() for t in tensors):
@@ -100,16 +117,14 @@ def account(events: list[dict], notes: list[Note], cuda: bool = False) -> pd.Dat
     does not tell are inferred: blocks older than the window (a marker names them), the end of such
     blocks (a whole note no longer has them), and unreported frees (the address is allocated again,
     or the tensor that was announced is gone), and the end of the copy that gloo reduces in place of a
-    reduce-scatter's input. A block that a later note names again, and nobody allocated, was there all the
-    time: the bucket whose views are torch DDP's gradients, a shard while FSDP2 shows the whole parameter.
+    reduce-scatter's input.
     """
-    blocks, alive, missed = [], {}, {}  # alive, and not seen by the last notes: address -> Block
+    blocks, alive = [], {}  # alive: address -> Block
     start = min(e["ts"] for e in events if "ts" in e)
     guess = "other"
 
     def add(address: int, block: Block) -> None:
         alive[address] = block
-        missed.pop(address, None)
         blocks.append(block)
 
     for ts, kind, value in _timeline(events, 1 if cuda else 0):
@@ -121,8 +136,6 @@ def account(events: list[dict], notes: list[Note], cuda: bool = False) -> pd.Dat
                 size > 0 or alive[address].seen_born or alive[address].size == -size
             ):
                 alive.pop(address).died = ts
-            elif address in missed and missed[address].size == -size:
-                missed.pop(address).died = ts  # not when a note missed it, but now
             if size > 0:
                 add(address, Block(ts, size, guess))
         elif kind == "gone":
@@ -139,12 +152,8 @@ def account(events: list[dict], notes: list[Note], cuda: bool = False) -> pd.Dat
                     if a not in note.found and (not b.seen_born or b.category == "grads")
                 ]
             for address in dict.fromkeys(gone):
-                missed[address] = alive.pop(address)
-                missed[address].died = ts
+                alive.pop(address).died = ts
             for address, (category, size) in note.found.items():
-                if address in missed and note.whole:
-                    alive[address] = missed.pop(address)
-                    alive[address].died = None
                 if address not in alive:
                     size = -(-size // CUDA_BLOCK) * CUDA_BLOCK if cuda else size
                     add(address, Block(start, size, category, seen_born=False))
