@@ -42,7 +42,8 @@ class TorchVariant:
         build = {"torch-ddp": torch_ddp, "torch-zero": torch_zero, "torch-fsdp2": torch_fsdp2}[name]
         views = {} if build is torch_fsdp2 else {"views": True}
         self.buckets = nbytes(model.parameters()) if views else 0
-        self.model, self.optimizer = build(model, model.layers, cls, 1, **views, **kwargs)
+        cap = 300 / 2**20  # some buckets have one gradient, some have more
+        self.model, self.optimizer = build(model, model.layers, cls, cap, **views, **kwargs)
 
     def finish(self):
         self.optimizer.step()

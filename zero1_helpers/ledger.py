@@ -82,11 +82,9 @@ class MemoryLedger:
             self.notes.append(Note(whole, found, gone))
 
     def _add_buckets_of(self, found: dict, grads: list[torch.Tensor]) -> None:
-        """Gradients as views of a bucket that nobody announced (torch DDP's): it stays when they go."""
-        announced = {address for _, address, _ in self._announced}
-        for grad in map(local, grads):
-            storage = grad.untyped_storage()
-            if storage.nbytes() > grad.nbytes and storage.data_ptr() not in announced:
+        """Buckets of torch's DDP whose views are its gradients: they stay when zero_grad drops the views."""
+        if getattr(self.model, "gradient_as_bucket_view", False):
+            for storage in (grad.untyped_storage() for grad in grads):
                 self._buckets[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         self._buckets = {a: bucket for a, bucket in self._buckets.items() if not bucket[0].expired()}
         for address, (_, size) in self._buckets.items():

@@ -249,7 +249,7 @@ for name, (build, after_backward) in contenders.items():
     wrapped, optimizer = build(model, list(model.model.layers), torch.optim.Adam, 0.5, lr=1e-3)
     for _ in range(2):
         train_step(wrapped, optimizer, after_backward)
-    with get_profiler(f"../build/runs/side/{name}", 2, model=model, optimizer=optimizer) as prof:
+    with get_profiler(f"../build/runs/side/{name}", 2, model=wrapped, optimizer=optimizer) as prof:
         for _ in range(2):
             prof.step(train_step(wrapped, optimizer, after_backward))
 
