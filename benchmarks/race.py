@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -28,12 +28,10 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from contenders import CONTENDERS
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
-from zero1_helpers import VARIANTS, by_bytes, get_profiler, get_smol_model
+from zero1_helpers import get_profiler, get_smol_model
 from zero1_helpers.figures import THEMES
 from zero1_helpers.link import Link, emulate, lane, late_share, parse_link
 from zero1_helpers.memory_math import bytes_sent
@@ -69,75 +67,13 @@ def llama(depth: int = 6):
 MODELS = {"mlp": mlp, "llama": llama}
 
 
-@dataclass(frozen=True)
-class Contender:
-    title: str
-    build: Callable  # (model, blocks) -> (model to call, optimizer)
-    after_backward: Callable  # (model, optimizer)
-
-
-def step(model, optimizer):
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def compute_only(model, blocks):
-    """No communication; a rank steps a share of the parameters, as large as any other's."""
-    params = list(model.parameters())
-    owners = by_bytes(params, dist.get_world_size())
-    share = [p for p, owner in zip(params, owners, strict=True) if owner == dist.get_rank()]
-    return model, torch.optim.Adam(share, lr=LR)
-
-
-def compute_step(model, optimizer):
-    optimizer.step()
-    model.zero_grad()
-
-
-def torch_ddp(model, blocks):
-    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
-    return ddp, torch.optim.Adam(model.parameters(), lr=LR)
-
-
-def torch_zero(views: bool):
-    def build(model, blocks):
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.Adam, parameters_as_bucket_view=views, lr=LR
-        )
-        ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, gradient_as_bucket_view=views)
-        return ddp, optimizer
-
-    return build
-
-
-def fsdp2(model, blocks):
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=False)
-    model = fully_shard(model, reshard_after_forward=False)
-    return model, torch.optim.Adam(model.parameters(), lr=LR)
-
-
-def ours(variant):
-    return lambda model, blocks: variant.build(model, LR, CAP_MB)
-
-
-CONTENDERS = {
-    "compute": Contender("compute only", compute_only, compute_step),
-    **{name: Contender(v.title, ours(v), v.after_backward) for name, v in VARIANTS.items()},
-    "torch-ddp": Contender("torch DDP + Adam", torch_ddp, step),
-    "torch-zero": Contender("torch DDP + ZeroRedundancyOptimizer", torch_zero(False), step),
-    "torch-zero-views": Contender("the same, bucket views", torch_zero(True), step),
-    "torch-fsdp2": Contender("torch FSDP2, reshard_after_forward=False", fsdp2, step),
-}
-
-
 class Racer:
     """One contender with a model of its own, on this rank."""
 
     def __init__(self, name: str, model: str, depth: int | None):
         self.contender = CONTENDERS[name]
         self.plain, blocks, self.loss = MODELS[model](*[depth] if depth else [])
-        self.model, self.optimizer = self.contender.build(self.plain, blocks)
+        self.model, self.optimizer = self.contender.build(self.plain, blocks, torch.optim.Adam, CAP_MB, lr=LR)
         for group in self.optimizer.param_groups:
             group["fused"] = True  # the same kernel for all
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.contenders import torch_ddp, torch_fsdp2, torch_zero
 from zero1_helpers import phases
 from zero1_helpers.ledger import MARKER, MemoryLedger, Note, account, peaks
-from zero1_helpers.memory_math import predict, state_bytes
-from zero1_helpers.profiling import read_trace
-from zero1_helpers.runs import STATES
+from zero1_helpers.memory_math import local, nbytes, predict, state_bytes
+from zero1_helpers.profiling import get_profiler, read_trace
+from zero1_helpers.runs import STATES, load_run
 
 from .models import MLP, OPTIMIZERS, VARIANTS, UnusedOnSomeRanks, Variant, data, loss_of, make
 
@@ -34,26 +35,43 @@ class Buckets:
         return {t.untyped_storage().data_ptr() for t in alive if t is not None}
 
 
+class TorchVariant:
+    """Torch's own classes, their gradients as views of DDP's buckets, which are there all the time."""
+
+    def __init__(self, name, model, cls, **kwargs):
+        build = {"torch-ddp": torch_ddp, "torch-zero": torch_zero, "torch-fsdp2": torch_fsdp2}[name]
+        views = {} if build is torch_fsdp2 else {"views": True}
+        self.buckets = nbytes(model.parameters()) if views else 0
+        cap = 300 / 2**20  # some buckets have one gradient, some have more
+        self.model, self.optimizer = build(model, model.layers, cls, cap, **views, **kwargs)
+
+    def finish(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def profile_steps(rank, world_size, name, optimizer_name, model_cls):
     """Train under the profiler; the truth about the states is read off the tensors at every edge."""
     cls, kwargs = OPTIMIZERS[optimizer_name]
-    variant = Variant(name, make(model_cls), cls, **kwargs)
+    torchs = name.startswith("torch")
+    variant = (TorchVariant if torchs else Variant)(name, make(model_cls), cls, **kwargs)
     ledger = MemoryLedger(variant.model, variant.optimizer)
-    truth, buckets = [], Buckets()
+    truth, buckets, params = [], Buckets(), {}
 
     def edge():
         """Look, and note which marker it was and what is true at it."""
         state, counters = state_bytes(variant.optimizer)
-        grads = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes()
-                 for p in variant.model.parameters() if p.grad is not None}  # fmt: skip
+        params.update(dict.fromkeys(variant.model.parameters()))  # FSDP2 shows shards or whole ones
+        grads = [local(p.grad).untyped_storage() for p in params if p.grad is not None]
+        grads = {s.data_ptr(): s.nbytes() for s in grads}
         while buckets.storages() - grads.keys():
             pass  # gloo's threads still hold one; only the gradients' own buckets outlive a phase
         ledger.look()
-        storages = [p.untyped_storage() for p in variant.model.parameters()]  # flat ones are padded
+        storages = [local(p).untyped_storage() for p in params]  # flat ones are padded
         truth.append((len(ledger.notes) - 1, {
             "params": sum({s.data_ptr(): s.nbytes() for s in storages}.values()),
             "opt_state": state, "counters": counters,
-            "grads or buckets": sum(grads.values()),
+            "grads or buckets": getattr(variant, "buckets", 0) or sum(grads.values()),
         }))  # fmt: skip
 
     with profile(
@@ -67,6 +85,8 @@ def profile_steps(rank, world_size, name, optimizer_name, model_cls):
                 loss = loss_of(variant.model, x[rank], y[rank])
                 edge()
                 loss.backward()
+                if torchs:
+                    edge()
                 variant.finish()
                 getattr(variant.optimizer, "receive", lambda: None)()  # nothing is on its way at an edge
                 del x, y, loss
@@ -100,6 +120,38 @@ def test_every_category_is_exact_at_every_marker(ranks, name, optimizer):
             assert held == true["grads or buckets"], (number, found)
         last = at_marker(memory, events, truth[-1][0])
         assert sum(last.values()) == sum(truth[-1][1].values())  # nothing else outlives a step
+
+
+@pytest.mark.parametrize("name", ["torch-ddp", "torch-zero", "torch-fsdp2"])
+def test_torchs_own_classes_are_read_as_exactly(ranks, name):
+    whole = sum(p.opt_state for p in predict(make(MLP), torch.optim.AdamW))
+    held = []
+    for events, notes, truth in ranks(profile_steps, 2, name, "adamw", MLP):
+        memory = account(events, notes)
+        assert len(truth) == 10
+        for number, true in truth:
+            found = at_marker(memory, events, number)
+            found["grads or buckets"] = found.get("grads", 0) + found.get("buckets", 0)
+            assert {category: found.get(category, 0) for category in true} == true, number
+        held.append(truth[-1][1]["opt_state"])
+    assert (held == [whole] * 2) if name == "torch-ddp" else (sum(held) == whole and max(held) < 0.6 * whole)
+
+
+def record_torchs(rank, world_size, name, folder):
+    variant = TorchVariant(name, make(MLP), torch.optim.AdamW, lr=0.01)
+    with get_profiler(folder, 1, model=variant.model, optimizer=variant.optimizer) as profiler:
+        x, y = data(0, world_size)
+        loss_of(variant.model, x[rank], y[rank]).backward()
+        variant.finish()
+        profiler.step()
+
+
+@pytest.mark.parametrize("name", ["torch-ddp", "torch-zero", "torch-fsdp2"])
+def test_what_torchs_classes_hold_is_predicted(ranks, name, tmp_path):
+    ranks(record_torchs, 2, name, tmp_path)
+    record = load_run(tmp_path).record
+    held, predicted = ([rank["opt_state"] for rank in record[key]] for key in ("memory", "predicted"))
+    assert held == predicted and min(held) > 0
 
 
 def test_peaks_are_the_predicted_bytes(ranks):

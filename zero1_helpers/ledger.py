@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
-from .memory_math import is_counter
+from .memory_math import is_counter, local, state_entries
 from .runs import STATES
 
 MARKER = "ledger "  # and its number: the name of a marker's event in the trace
@@ -39,16 +40,21 @@ class MemoryLedger:
         self.model, self.optimizer = model, optimizer
         self.notes: list[Note] = []
         self._announced: list[tuple[weakref.ref, int, int]] = []  # tensor, address, marker
+        self._params: dict[torch.Tensor, None] = {}  # in the order in which they were seen
+        self._buckets: dict[int, tuple[StorageWeakRef, int]] = {}  # address -> whether it lives, bytes
 
+    @torch.no_grad()
     def look(self) -> None:
         found = {}
         if self.model is not None:
-            params = list(self.model.parameters())
-            self._add(found, "params", params)
-            self._add(found, "grads", [p.grad for p in params if p.grad is not None])
+            # All that were ever seen: FSDP2 shows shards or whole parameters, and holds both.
+            self._params |= dict.fromkeys(self.model.parameters())
+            grads = [p.grad for p in self._params if p.grad is not None]
+            self._add(found, "params", list(self._params))
+            self._add(found, "grads", grads)
+            self._add_buckets_of(found, grads)
         if self.optimizer is not None:
-            entries = [entry for state in self.optimizer.state.values() for entry in state.items()]
-            entries = [(key, value) for key, value in entries if isinstance(value, torch.Tensor)]
+            entries = state_entries(self.optimizer)
             self._add(found, "opt_state", [value for key, value in entries if not is_counter(key)])
             self._add(found, "counters", [value for key, value in entries if is_counter(key)])
         self._mark(True, found)
@@ -75,9 +81,18 @@ class MemoryLedger:
             self._announced = [entry for entry in self._announced if entry[0]() is not None]
             self.notes.append(Note(whole, found, gone))
 
+    def _add_buckets_of(self, found: dict, grads: list[torch.Tensor]) -> None:
+        """Buckets of torch's DDP whose views are its gradients: they stay when zero_grad drops the views."""
+        if getattr(self.model, "gradient_as_bucket_view", False):
+            for storage in (grad.untyped_storage() for grad in grads):
+                self._buckets[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self._buckets = {a: bucket for a, bucket in self._buckets.items() if not bucket[0].expired()}
+        for address, (_, size) in self._buckets.items():
+            found.setdefault(address, ("grads", size))
+
     @staticmethod
     def _add(found: dict, category: str, tensors: list[torch.Tensor]) -> None:
-        for storage in (t.untyped_storage() for t in tensors):
+        for storage in (local(t).untyped_storage() for t in tensors):
             if storage.nbytes():
                 found.setdefault(storage.data_ptr(), (category, storage.nbytes()))
 

@@ -86,8 +86,14 @@ def bytes_sent(op: str, size: int, world_size: int) -> float:
     return RING_FACTOR[op](world_size) * size
 
 
+def local(t: Tensor) -> Tensor:
+    """What this rank holds of it: all, unless it is a DTensor (FSDP2's parameters, gradients and state)."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+@torch.no_grad()
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.numel() * t.element_size() for t in map(local, tensors))
 
 
 @dataclass(frozen=True)
@@ -111,11 +117,20 @@ def is_counter(key: str) -> bool:
     return key == "step"
 
 
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that holds the state; ours keep it at `.optimizer`, torch's at `.optim`."""
+    return getattr(optimizer, "optimizer", getattr(optimizer, "optim", optimizer))
+
+
+def state_entries(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """(key, tensor) of all state that an optimizer holds on this rank now."""
+    states = unwrapped(optimizer).state.values()
+    return [(k, v) for s in states for k, v in s.items() if isinstance(v, Tensor)]
+
+
 def state_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Bytes of optimizer state that an optimizer holds now, and bytes of its step counters."""
-    entries = [
-        (k, v) for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)
-    ]
+    entries = state_entries(optimizer)
     return (
         nbytes(v for k, v in entries if not is_counter(k)),
         nbytes(v for k, v in entries if is_counter(k)),
@@ -136,16 +151,14 @@ def predict(
     may be on the meta device, where 7.5e9 parameters cost nothing: each parameter is stepped once
     there by the very optimizer that is asked about, and the state that it makes is measured.
 
-    With a `Flat` partition `opt_state` includes the master copy, if it asks for one, and gradients never
-    exist all at once: `grads` is the largest one, and `buckets` the most that three neighbours hold: one
-    is on its way, one is launched (both with the slice that this rank receives), and the first gradients
-    of the next have come early.
+    shapes, dtypes = [local(p).shape for p in trainable], [p.dtype for p in trainable]
+    per_param = _state_of_each(trainable, shapes, dtypes, optimizer, optimizer_kwargs)
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(partition, Flat):
         return _predict_flat(model, trainable, optimizer, world_size, partition, optimizer_kwargs)
     owners = assign_owners(partition, trainable, world_size) if partition else None
-    shapes, dtypes = [p.shape for p in trainable], [p.dtype for p in trainable]
+    shapes, dtypes = [local(p).shape for p in trainable], [p.dtype for p in trainable]
     per_param = _state_of_each(trainable, shapes, dtypes, optimizer, optimizer_kwargs)
     result = []
     for rank in range(world_size):
@@ -198,7 +211,7 @@ def _predict_flat(model, trainable, optimizer, world_size, partition, kwargs) ->
 def _state_of_each(params, shapes, dtypes, optimizer, kwargs) -> list[tuple[int, int]]:
     """(state, counters) bytes of each parameter, found by one step of a copy of it on the meta device."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        cls = type(getattr(optimizer, "optimizer", optimizer))  # not of what shards it
+        cls = type(unwrapped(optimizer))
         settings = {
             p: {k: v for k, v in g.items() if k != "params"}
             for g in optimizer.param_groups

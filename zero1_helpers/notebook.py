@@ -1,6 +1,7 @@
 """What the notebooks show besides figures: source code of the package, and tables."""
 
 import inspect
+from pathlib import Path
 
 import pandas as pd
 from IPython.display import Markdown, display
@@ -9,10 +10,10 @@ from .results import markdown
 
 
 def show_source(*objects) -> None:
-    """Show classes or functions as they stand in the package."""
+    """Show classes or functions as they stand in the project's files."""
     for obj in objects:
-        module = obj.__module__.replace("zero1_helpers.", "")
-        text = f"`zero1_helpers/{module}.py`\n\n```python\n{inspect.getsource(obj)}```"
+        path = Path(inspect.getfile(obj)).resolve().relative_to(Path(__file__).resolve().parent.parent)
+        text = f"`{path.as_posix()}`\n\n```python\n{inspect.getsource(obj)}```"
         display(Markdown(text))
 
 

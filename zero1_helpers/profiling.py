@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity
 from . import link, phases, runs
 from .ledger import MemoryLedger, account, peaks
 from .memory_math import RING_FACTOR, bytes_sent, nbytes, predict
+from .partition import by_bytes
 from .workload import COMMON_SEED, describe_model
 
 
@@ -132,6 +133,7 @@ class RunProfiler:
             "losses": losses,
             "step_seconds": self.step_seconds,
             "memory": gather(peaks(memory)),
+            "predicted": gather(self._predicted()),
             "collectives": count_collectives(self._on_the_link(trace)["traceEvents"], steps, world_size),
             "late_share": link.late_share(gather([p.late for p in self.passages])),
         }
@@ -151,20 +153,21 @@ class RunProfiler:
     def _about_model(self) -> dict:
         """What run.json says when the caller did not."""
         nothing = {"name": "unknown", "source": "unknown"}
-        predicted = [{"params": 0, "grads": 0, "opt_state": 0}] * dist.get_world_size()
-        if self.model is not None and self.optimizer is not None:
-            partition = getattr(self.optimizer, "partition", None)
-            predicted = [
-                {"params": r.params, "grads": r.grads, "opt_state": r.opt_state}
-                for r in predict(self.model, self.optimizer, dist.get_world_size(), partition)
-            ]  # fmt: skip
         return {
             "variant": self.folder.name, "title": self.folder.name, "preset": "none", "seed": COMMON_SEED,
             "model": describe_model(self.model) if self.model is not None
             else nothing | {"parameters": 0, "tensors": 0, "dtype": "unknown"},
             "data": nothing | {"examples": 0, "batch_size": 0, "tokens_per_batch": 0},
-            "predicted": predicted,
         }  # fmt: skip
+
+    def _predicted(self) -> dict:
+        """What this rank should hold, in bytes."""
+        if self.model is None or self.optimizer is None:
+            return {"params": 0, "grads": 0, "opt_state": 0}
+        torchs = by_bytes if hasattr(self.optimizer, "optim") else None  # ZeroRedundancyOptimizer's rule
+        partition = getattr(self.optimizer, "partition", torchs)
+        rank = predict(self.model, self.optimizer, dist.get_world_size(), partition)[dist.get_rank()]
+        return {"params": rank.params, "grads": rank.grads, "opt_state": rank.opt_state}
 
 
 def touch_free_memory(size: int) -> None:

@@ -1,0 +1,77 @@
+"""Who is compared: the series' variants and torch's own classes, each built in the same way.
+
+`build(model, blocks, optimizer_cls, bucket_cap_mb, **kwargs)` gives (model to call, optimizer); `blocks`
+are the modules that FSDP2 gathers one at a time. race.py times them, notebook 13 looks at each.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from zero1_helpers import VARIANTS, by_bytes
+
+
+@dataclass(frozen=True)
+class Contender:
+    title: str
+    build: Callable  # (model, blocks, optimizer_cls, bucket_cap_mb, **kwargs) -> (model to call, optimizer)
+    after_backward: Callable  # (model, optimizer)
+
+
+def step(model, optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def compute_only(model, blocks, optimizer_cls, bucket_cap_mb, **kwargs):
+    """No communication; a rank steps a share of the parameters, as large as any other's."""
+    params = list(model.parameters())
+    owners = by_bytes(params, dist.get_world_size())
+    share = [p for p, owner in zip(params, owners, strict=True) if owner == dist.get_rank()]
+    return model, optimizer_cls(share, **kwargs)
+
+
+def compute_step(model, optimizer):
+    optimizer.step()
+    model.zero_grad()
+
+
+def torch_ddp(model, blocks, optimizer_cls, bucket_cap_mb, views=False, **kwargs):
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=views)
+    return ddp, optimizer_cls(model.parameters(), **kwargs)
+
+
+def torch_zero(model, blocks, optimizer_cls, bucket_cap_mb, views=False, **kwargs):
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=views)
+    params = model.parameters()
+    return ddp, ZeroRedundancyOptimizer(params, optimizer_cls, parameters_as_bucket_view=views, **kwargs)
+
+
+def torch_fsdp2(model, blocks, optimizer_cls, bucket_cap_mb, **kwargs):
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=False)
+    model = fully_shard(model, reshard_after_forward=False)
+    return model, optimizer_cls(model.parameters(), **kwargs)
+
+
+def with_views(build):
+    return lambda *args, **kwargs: build(*args, views=True, **kwargs)
+
+
+def ours(variant):
+    """A variant of the registry, which is always stepped by Adam."""
+    return lambda model, blocks, _, bucket_cap_mb, lr: variant.build(model, lr, bucket_cap_mb)
+
+
+CONTENDERS = {
+    "compute": Contender("compute only", compute_only, compute_step),
+    **{name: Contender(v.title, ours(v), v.after_backward) for name, v in VARIANTS.items()},
+    "torch-ddp": Contender("torch DDP + Adam", torch_ddp, step),
+    "torch-zero": Contender("torch DDP + ZeroRedundancyOptimizer", torch_zero, step),
+    "torch-zero-views": Contender("the same, bucket views", with_views(torch_zero), step),
+    "torch-fsdp2": Contender("torch FSDP2, reshard_after_forward=False", torch_fsdp2, step),
+}
