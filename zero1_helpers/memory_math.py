@@ -151,8 +151,11 @@ def predict(
     may be on the meta device, where 7.5e9 parameters cost nothing: each parameter is stepped once
     there by the very optimizer that is asked about, and the state that it makes is measured.
 
-    shapes, dtypes = [local(p).shape for p in trainable], [p.dtype for p in trainable]
-    per_param = _state_of_each(trainable, shapes, dtypes, optimizer, optimizer_kwargs)
+    Of a model that FSDP2 has sharded, a rank sees its own part only: all RankBytes are those of that part.
+    With a `Flat` partition `opt_state` includes the master copy, if it asks for one, and gradients never
+    exist all at once: `grads` is the largest one, and `buckets` the most that three neighbours hold: one
+    is on its way, one is launched (both with the slice that this rank receives), and the first gradients
+    of the next have come early.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(partition, Flat):
