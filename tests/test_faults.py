@@ -22,7 +22,7 @@ from zero1_helpers import (
     by_bytes,
     by_count,
     ddp,
-    flat,
+    flat_bucket,
     zero,
 )
 from zero1_helpers.memory_math import predict, state_bytes
@@ -323,8 +323,8 @@ def record_order(rank, world_size, name):
             lambda grad: torch.rand(int(torch.randint(1, 30000, (), generator=g))).sort() and None
         )
     with pytest.MonkeyPatch.context() as patch:
-        for module, op in ((dist, "all_reduce"), (dist, "broadcast"), (flat, "reduce_scatter"),
-                           (flat, "all_gather")):  # fmt: skip
+        for module, op in ((dist, "all_reduce"), (dist, "broadcast"), (flat_bucket, "reduce_scatter"),
+                           (flat_bucket, "all_gather")):  # fmt: skip
             real = getattr(module, op)
 
             def note(tensor, *args, op=op, real=real, **kwargs):
@@ -658,15 +658,15 @@ def late_zero(patch):
 
 def mean_of_slices_missing(patch):
     patch.setattr(
-        flat.FlatBucket,
+        flat_bucket.FlatBucket,
         "receive_gradients",
-        lambda bucket, world_size, real=flat.FlatBucket.receive_gradients: real(bucket, 1),
+        lambda bucket, world_size, real=flat_bucket.FlatBucket.receive_gradients: real(bucket, 1),
     )
 
 
 def no_gather(patch):
     patch.setattr(
-        flat.FlatBucket, "send_parameters", lambda bucket, group: setattr(bucket, "is_ahead", False)
+        flat_bucket.FlatBucket, "send_parameters", lambda bucket, group: setattr(bucket, "is_ahead", False)
     )
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter, flat
+from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter, flat_bucket
 from zero1_helpers.memory_math import bytes_sent, nbytes, predict, state_bytes
 from zero1_helpers.partition import Flat, pieces_of, slice_width
 
@@ -66,7 +66,7 @@ def sent(rank, world_size, model_cls):
     wrapped, optimizer = pair(model)
     train(wrapped, optimizer, rank, world_size, [0])
     with pytest.MonkeyPatch.context() as patch:
-        for module, op, whole in ((flat, "reduce_scatter", 1), (flat, "all_gather", 0),
+        for module, op, whole in ((flat_bucket, "reduce_scatter", 1), (flat_bucket, "all_gather", 0),
                                   (dist, "all_reduce", 0), (dist, "broadcast", 0)):  # fmt: skip
             real = getattr(module, op)
 
@@ -153,9 +153,9 @@ def test_zero_gradients_are_told_from_none(ranks):
 def sums_from_zero(rank, world_size):
     model = make(MLP)
     optimizer = FlatShardedOptimizer(torch.optim.SGD, model, lr=0.1)
-    real = flat.reduce_scatter
+    real = flat_bucket.reduce_scatter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "reduce_scatter", lambda out, whole, **k: real(out, whole + 0.0, **k))
+        patch.setattr(flat_bucket, "reduce_scatter", lambda out, whole, **k: real(out, whole + 0.0, **k))
         with pytest.raises(RuntimeError, match="the sum of -0.0"):
             SimpleDDPReduceScatter(model, optimizer)
 
@@ -193,11 +193,11 @@ def copied_at_wait(patch):
             self.work.wait()
             self.out.copy_(self.arrived)
 
-    def late(out, mine, real=flat.all_gather, **kwargs):
+    def late(out, mine, real=flat_bucket.all_gather, **kwargs):
         arrived = torch.empty_like(out)
         return Late(out, arrived, real(arrived, mine.clone(), **kwargs))
 
-    patch.setattr(flat, "all_gather", late)
+    patch.setattr(flat_bucket, "all_gather", late)
 
 
 def guarded_by_owners(patch):
@@ -205,13 +205,13 @@ def guarded_by_owners(patch):
 
     def guard(bucket):
         def hook(module, args):
-            if any(p in bucket.views for p in module.parameters(recurse=False)):
+            if any(p in bucket.layout.views for p in module.parameters(recurse=False)):
                 bucket.receive_parameters()
 
         for module in MODULES:
             module.register_forward_pre_hook(hook)
 
-    patch.setattr(flat.FlatBucket, "guard", guard)
+    patch.setattr(flat_bucket.FlatBucket, "guard", guard)
 
 
 MODULES = []
@@ -264,7 +264,7 @@ def read(rank, world_size):
                 train(wrapped, optimizer, rank, world_size)
             shapes = [(p.shape, p.dtype, p.grad, p.requires_grad, isinstance(p, nn.Parameter))
                       for p in lazy.parameters()]  # fmt: skip
-            assert all(type(p) is flat.Arriving for p in lazy.parameters())  # shapes do not wait
+            assert all(type(p) is flat_bucket.Arriving for p in lazy.parameters())  # shapes do not wait
             assert len(shapes) == 8
             assert torch.equal(reader(lazy, x), reader(eager, x)), name
             optimizer.receive()

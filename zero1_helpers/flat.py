@@ -10,25 +10,26 @@ the two halves of an all-reduce there is room for the step. So here, for each bu
 and there is nothing left to broadcast. A bucket is one flat tensor, cut in world_size equal slices, and
 every rank owns a slice of every bucket: shards are equal whatever the shapes. After DeepSpeed's ZeRO-1
 (Rajbhandari et al., 2020) and Megatron-LM's distributed optimizer.
+
+Mixed precision (`master_weights`) is K = 12: bf16 or fp16 parameters and gradients; the slice is stepped
+in fp32, as a master copy of which each rank has its slice only, with fp32 moments; then it is rounded into
+`weights`, and those are gathered as before. `reduce_dtype` is what gradients are summed in. In bf16, their
+own, a rank sends 2 B (world_size - 1) / world_size for each and every addition is rounded; in fp32 it sends
+twice as much, and hardly anything is lost. The mean is taken in the master's dtype in either case. Under
+`no_sync()` micro-batches add up in `p.grad`, in the dtype of p.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from .ddp import SimpleDDPBucket, dense
-from .memory_math import is_counter
-from .partition import Flat, pieces_of, slice_width
-from .phases import announce, phase
+from .ddp import SimpleDDPBucket
+from .flat_bucket import MASTER, FlatBucket, check_negative_zero
+from .partition import Flat
+from .phases import phase
 from .zero import instead, on_stream
-
-# torch 2.13 gave them new names and warns about the old ones, which alone exist before.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SimpleDDPReduceScatter(SimpleDDPBucket):
@@ -65,7 +66,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
         check_negative_zero(self.buckets, self.process_group)
         zero1_optimizer.wrapper = self
 
-    def _plan(self, params: list[Tensor]) -> list["FlatBucket"]:
+    def _plan(self, params: list[Tensor]) -> list[FlatBucket]:
         held = {p for bucket in self.zero1_optimizer.buckets for p in bucket.params}
         for p, name in self._names.items():
             if p not in held:
@@ -95,7 +96,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
         super()._on_gradient(param)
 
     @torch.no_grad()
-    def _launch(self, bucket: "FlatBucket") -> None:
+    def _launch(self, bucket: FlatBucket) -> None:
         with phase("launch", bucket.index):
             self._num_launched += 1
             bucket.send_gradients(self._names, self.process_group)
@@ -103,7 +104,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
             self._finish(self.buckets[bucket.index - self.lag])
 
     @torch.no_grad()
-    def _finish(self, bucket: "FlatBucket") -> None:
+    def _finish(self, bucket: FlatBucket) -> None:
         with on_stream(self._side_stream, keep=bucket.mine):
             with phase("wait", bucket.index):
                 self._num_finished += 1
@@ -111,10 +112,15 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
             if self.step_in_backward:
                 self._step(bucket)
 
-    def _step(self, bucket: "FlatBucket") -> None:
+    def _step(self, bucket: FlatBucket) -> None:
         self.zero1_optimizer.step_bucket(bucket)
         if not self.lazy_gather:
             self.zero1_optimizer.gather_bucket(bucket)
+
+    def wait_for_gradients(self) -> None:
+        super().wait_for_gradients()
+        if self._side_stream is not None and not self.step_in_backward:  # others read them: clipping
+            torch.cuda.current_stream().wait_stream(self._side_stream)
 
     @torch.no_grad()
     def step_remaining(self) -> None:
@@ -161,25 +167,23 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
     optimizer takes: parameters, or groups of them. `param_groups` lists whole parameters; `state` is
     that of this rank's pieces. The update rule must work element by element (Adam, SGD and most others);
     one that does not is refused. Fused or foreach kernels are used where there are any.
+
+    `master_weights=True` steps parameters of less than 32 bits in fp32 (or in a dtype given instead), from
+    `state[piece]["master_param"]`; `reduce_dtype` sums the gradients in another dtype. See above for both.
     """
 
-    def __init__(
-        self,
-        optimizer_cls: type[torch.optim.Optimizer],
-        model: nn.Module | Iterable,
-        bucket_cap_mb: float = 25,
-        *,
-        first_bucket_mb: float = 1,
-        process_group=None,
-        **optimizer_kwargs,
-    ):
+    def __init__(self, optimizer_cls: type[torch.optim.Optimizer], model: nn.Module | Iterable,
+                 bucket_cap_mb: float = 25, *, first_bucket_mb: float = 1,
+                 master_weights: bool | torch.dtype = False, reduce_dtype: torch.dtype | None = None,
+                 process_group=None, **optimizer_kwargs):  # fmt: skip
         if bucket_cap_mb < 0 or first_bucket_mb < 0:
             raise ValueError(f"bucket_cap_mb is a size in MiB, 0 or more, not {bucket_cap_mb}")
         check_elementwise(optimizer_cls, optimizer_kwargs)
         optimizer_kwargs = fastest_kernels(optimizer_cls, optimizer_kwargs)
         params = model.parameters() if isinstance(model, nn.Module) else model
         self.optimizer = optimizer_cls(params, **optimizer_kwargs)
-        self.partition = Flat(bucket_cap_mb, first_bucket_mb)
+        master_dtype = torch.float32 if master_weights is True else master_weights or None
+        self.partition = Flat(bucket_cap_mb, first_bucket_mb, master_dtype, reduce_dtype)
         self.process_group, self.wrapper = process_group, None
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
@@ -199,7 +203,8 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"parameters are on several devices: {', '.join(sorted(devices))}")
         for group in self.partition.buckets(new):
             params, index = [new[i] for i in group], len(self.buckets)
-            self.buckets.append(FlatBucket.of(params, index, self.rank, self.world_size))
+            self.buckets.append(FlatBucket(params, index, self.rank, self.world_size, self.partition))
+        self._take_state({p: self.state.pop(p) for p in new if p in self.state})  # Adagrad has it already
 
     def add_param_group(self, param_group: dict) -> None:
         """New parameters get new buckets; wrap the model again, for the wrapper to watch them."""
@@ -208,15 +213,18 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
             self._plan_new_parameters()
 
     @torch.no_grad()
-    def step_bucket(self, bucket: "FlatBucket") -> None:
+    def step_bucket(self, bucket: FlatBucket) -> None:
         with phase("step", bucket.index):
             bucket.receive_parameters()  # of the step before, if nothing has read them since
             bucket.hand_out_gradients()
-            with instead(self.optimizer, bucket.pieces_with_grad()):
+            with instead(self.optimizer, pieces := bucket.pieces_with_grad()):
                 self.optimizer.step()
-            bucket.free_gradients()
+            bucket.take_step()
+            if bucket.has_master:
+                for piece in pieces.values():  # after the step, for Adam begins where there is no entry
+                    self.state[piece].setdefault(MASTER, piece.detach())
 
-    def gather_bucket(self, bucket: "FlatBucket") -> None:
+    def gather_bucket(self, bucket: FlatBucket) -> None:
         with phase("gather", bucket.index):
             bucket.send_parameters(self.process_group)
 
@@ -254,226 +262,23 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict) -> None:
-        """Take a whole optimizer's state, on every rank; each keeps that of its own pieces."""
+        """Take a whole optimizer's state, on every rank; each keeps that of its own pieces.
+
+        Master weights come from it, too; what has none takes the model's weights.
+        """
         kernels = [{k: g[k] for k in ("fused", "foreach") if k in g} for g in self.param_groups]
         self.optimizer.load_state_dict(state_dict | {"state": {}})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         for group, kernel in zip(self.param_groups, kernels, strict=True):
             group.update(kernel)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        entries = {p: state_dict["state"].get(i, {}) for i, p in zip(ids, self.params, strict=True)}
+        self._take_state({p: state_dict["state"].get(i) for i, p in zip(ids, self.params, strict=True)})
+
+    def _take_state(self, entries: dict[Tensor, dict | None]) -> None:
         for bucket in self.buckets:
             for p, piece in bucket.pieces.items():
                 if entries.get(p):
-                    self.state[piece] = {k: bucket.cut(p, k, v) for k, v in entries[p].items()}
-
-    def strides(self, p: Tensor) -> tuple[int, ...]:
-        """Those of the view that p is of its bucket."""
-        return next(bucket.views[p][1] for bucket in self.buckets if p in bucket.views)
-
-
-@dataclass(eq=False)
-class FlatBucket:
-    """Parameters laid end to end, padded to a multiple of world_size; of each slice, one rank's.
-
-    `weights` is (world_size * width,), and every parameter a view of it, with its own strides.
-    `pieces` are parameters, too: views of this rank's slice, 1-D. During a step `grads` has the shape
-    of `weights`, and `mine` that of a slice.
-
-    Which parameters got no gradient anywhere? No flags travel. A rank without a gradient sends -0.0,
-    since x + -0.0 is x, and one with a gradient sends no -0.0. So -0.0 arrives if all sent it, and only
-    then.
-    """
-
-    index: int
-    params: list[Tensor]
-    views: dict[Tensor, tuple]  # parameter -> (size, stride, offset) in weights
-    weights: Tensor
-    slice: slice  # this rank's part of weights
-    pieces: dict[Tensor, nn.Parameter]  # parameter -> its piece here, if any
-    piece_offsets: dict[Tensor, int]  # in the slice
-    ready: set[Tensor] = field(default_factory=set)  # gradients that backward has delivered
-    missing: set[Tensor] = field(default_factory=set)  # parameters that got no gradient: here, then anywhere
-    grads: Tensor | None = None
-    mine: Tensor | None = None
-    work: dist.Work | None = None  # the reduce-scatter
-    is_ahead: bool = False  # this rank's slice is stepped, and the others do not know
-    gather: dist.Work | None = None  # the all-gather
-
-    @classmethod
-    def of(cls, params: list[Tensor], index: int, rank: int, world_size: int) -> "FlatBucket":
-        sizes = [p.numel() for p in params]
-        width = slice_width(sizes, world_size)
-        weights = params[0].new_zeros(world_size * width)
-        here = slice(rank * width, (rank + 1) * width)
-        views, offset = {}, 0
-        for p in params:
-            views[p] = (p.shape, torch.empty_like(p, device="meta").stride(), offset)  # dense, in p's order
-            weights.as_strided(*views[p]).copy_(p)
-            p.data = weights.as_strided(*views[p])
-            offset += p.numel()
-        pieces, piece_offsets = {}, {}
-        for i, (start, end) in pieces_of(sizes, rank, world_size).items():
-            begin = views[params[i]][2]
-            pieces[params[i]] = nn.Parameter(weights[begin + start : begin + end])
-            piece_offsets[params[i]] = begin + start - here.start
-        return cls(index, params, views, weights, here, pieces, piece_offsets)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.ready) == len(self.params)
-
-    def cut(self, p: Tensor, key: str, value):
-        """This rank's part of what is one number per element of p; a copy of anything else."""
-        if is_counter(key) or not isinstance(value, Tensor) or value.shape != p.shape:
-            return value.clone() if isinstance(value, Tensor) else value
-        size, stride, offset = self.views[p]
-        if value.stride() != stride:
-            value = torch.empty_strided(size, stride, dtype=value.dtype).copy_(value)
-        start = self.slice.start + self.piece_offsets[p] - offset
-        piece = value.as_strided((p.numel(),), (1,), value.storage_offset())
-        return piece[start : start + self.pieces[p].numel()].to(self.weights.device, p.dtype, copy=True)
-
-    # Gradients
-
-    @torch.no_grad()
-    def collect(self, p: Tensor, name: str) -> None:
-        """Take over p.grad. A bucket of one parameter is its gradient, if the layout is the same."""
-        if p.data_ptr() != self.weights.as_strided(*self.views[p]).data_ptr():
-            raise RuntimeError(
-                f"{name} has left the optimizer's flat buffer (the model was moved, or wrapped for "
-                "another optimizer); make the optimizer again, and then the wrapper"
-            )
-        grad, p.grad = p.grad, None
-        if grad.layout != torch.strided:
-            dense(grad, name)  # raises
-        size, stride, offset = self.views[p]
-        if self.weights.shape[0] == grad.numel() and grad.stride() == stride:
-            self.grads = grad.as_strided(self.weights.shape, (1,)).add_(0.0)
-        else:
-            self._make_room()
-            torch.add(grad, 0.0, out=self.grads.as_strided(size, stride, offset))  # + 0.0: no -0.0 is left
-
-    def _make_room(self) -> None:
-        if self.grads is None:
-            self.grads = torch.empty_like(self.weights)
-            self.grads[sum(p.numel() for p in self.params) :] = 0
-            announce("buckets", [self.grads])
-
-    def send_gradients(self, names: dict[Tensor, str], process_group) -> None:
-        for p in self.params:
-            if p not in self.ready and p.grad is not None:  # of an earlier micro-batch
-                self.collect(p, names[p])
-                self.ready.add(p)
-        self.missing = set(self.params) - self.ready
-        for p in self.missing:
-            self._make_room()
-            self.grads.as_strided(*self.views[p]).fill_(-0.0)
-        self.ready.update(self.params)
-        self.mine = self.weights.new_empty(self.slice.stop - self.slice.start)
-        announce("buckets", [self.mine])
-        self.work = reduce_scatter(self.mine, self.grads, group=process_group, async_op=True)
-
-    def receive_gradients(self, world_size: int) -> None:
-        """Afterwards `mine` is the mean of this rank's slice."""
-        self.work.wait()
-        self.grads = self.work = None
-        self.missing = {p for p in self.missing if p in self.pieces and is_negative_zero(self._grad_of(p))}
-        self.mine.div_(world_size)
-
-    def _grad_of(self, p: Tensor) -> Tensor:
-        return self.mine.narrow(0, self.piece_offsets[p], self.pieces[p].numel())
-
-    def hand_out_gradients(self) -> None:
-        for p, piece in self.pieces.items():
-            piece.grad = None if p in self.missing else self._grad_of(p)
-
-    def pieces_with_grad(self) -> dict[Tensor, nn.Parameter]:
-        return {p: piece for p, piece in self.pieces.items() if piece.grad is not None}
-
-    def free_gradients(self) -> None:
-        for piece in self.pieces.values():
-            piece.grad = None
-        self.mine, self.is_ahead = None, True
-        torch.autograd.graph.increment_version(self.params)  # backward that still needs the old ones raises
-
-    # Parameters
-
-    def send_parameters(self, process_group) -> None:
-        self.is_ahead = False
-        self.gather = all_gather(self.weights, self.weights[self.slice], group=process_group, async_op=True)
-
-    def receive_parameters(self) -> None:
-        if self.gather is not None:
-            self.gather.wait()
-            self.gather = None
-            for p in self.params:
-                if type(p) is Arriving:
-                    p.__class__ = nn.Parameter
-                    del p.arrives_in
-
-    def guard(self) -> None:
-        """Whatever reads one of these parameters waits for them, from here on."""
-        if any(type(p) not in (nn.Parameter, Arriving) for p in self.params):
-            return self.receive_parameters()  # of a class of its own: cannot be guarded
-        for p in self.params:
-            p.__class__ = Arriving
-            p.arrives_in = self
-
-
-class Arriving(nn.Parameter):
-    """A parameter whose new value is on its way. Whatever reads it waits for it: any function of torch, in
-    any module's forward or outside of all, since all of them ask an argument of a class of its own first.
-
-    A parameter is of this class from the end of a step until it is read. What only asks for its shape
-    or the like does not wait. An alias made before (`w = p.data`) is not watched.
-    """
-
-    arrives_in: FlatBucket
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        for t in tree_leaves((args, kwargs)):
-            if type(t) is Arriving:
-                t.arrives_in.receive_parameters()
-        return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo):
-        return self._arrived().__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol):
-        return self._arrived().__reduce_ex__(protocol)
-
-    def _arrived(self) -> nn.Parameter:
-        self.arrives_in.receive_parameters()
-        return self
-
-
-METADATA = {getattr(torch.Tensor, name).__get__ for name in (
-    "shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_leaf", "is_meta",
-    "requires_grad", "grad", "grad_fn", "itemsize", "nbytes")} | {getattr(torch.Tensor, name) for name in (
-    "size", "stride", "dim", "numel", "element_size", "nelement", "is_floating_point", "is_complex",
-    "untyped_storage", "data_ptr", "is_contiguous", "storage_offset")}  # fmt: skip
-
-
-def is_negative_zero(t: Tensor) -> bool:
-    return bool(((t == 0) & torch.signbit(t)).all())
-
-
-@torch.no_grad()
-def check_negative_zero(buckets: list[FlatBucket], process_group) -> None:
-    """Does this group's reduce-scatter keep -0.0? Sums that begin with +0.0 would not."""
-    for kind in {bucket.weights.dtype: bucket.weights for bucket in buckets}.values():
-        mine, sent = kind.new_empty(1), kind.new_full((dist.get_world_size(process_group),), -0.0)
-        reduce_scatter(mine, sent, group=process_group)
-        if not is_negative_zero(mine):
-            raise RuntimeError(
-                f"the sum of -0.0 over the ranks is {mine.item()} on this backend, so it cannot be told "
-                "which parameters got no gradient"
-            )
+                    self.state[piece] = bucket.take_state(p, entries[p])
 
 
 @torch.no_grad()

@@ -136,14 +136,16 @@ def predict(
     may be on the meta device, where 7.5e9 parameters cost nothing: each parameter is stepped once
     there by the very optimizer that is asked about, and the state that it makes is measured.
 
-    With a `Flat` partition the gradients never exist all at once: `grads` is the largest one, and
-    `buckets` the most that two neighbours hold, with the slice of each that this rank receives.
+    With a `Flat` partition `opt_state` includes the master copy, if it asks for one, and gradients never
+    exist all at once: `grads` is the largest one, and `buckets` the most that two neighbours hold, with
+    the slice of each that this rank receives.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(partition, Flat):
         return _predict_flat(model, trainable, optimizer, world_size, partition, optimizer_kwargs)
     owners = assign_owners(partition, trainable, world_size) if partition else None
-    per_param = _state_of_each(trainable, [p.shape for p in trainable], optimizer, optimizer_kwargs)
+    shapes, dtypes = [p.shape for p in trainable], [p.dtype for p in trainable]
+    per_param = _state_of_each(trainable, shapes, dtypes, optimizer, optimizer_kwargs)
     result = []
     for rank in range(world_size):
         mine = [s for i, s in enumerate(per_param) if owners is None or owners[i] == rank]
@@ -162,34 +164,35 @@ def predict(
 def _predict_flat(model, trainable, optimizer, world_size, partition, kwargs) -> list[RankBytes]:
     groups = [[trainable[i] for i in bucket] for bucket in partition.buckets(trainable)]
     sizes = [[p.numel() for p in group] for group in groups]
-    slices = [
-        slice_width(sizes_of, world_size) * group[0].element_size()
-        for group, sizes_of in zip(groups, sizes, strict=True)
-    ]
-    frozen = nbytes(p for p in model.parameters() if not p.requires_grad)
-    in_flight = [(world_size + 1) * (a + b) for a, b in zip([0, *slices], slices, strict=False)]
+    weights, in_flight = nbytes(p for p in model.parameters() if not p.requires_grad), [0]
+    for group, sizes_of in zip(groups, sizes, strict=True):
+        width, dtype = slice_width(sizes_of, world_size), group[0].dtype
+        sent, stepped = partition.reduced_in(dtype).itemsize, partition.stepped_in(dtype).itemsize
+        weights += world_size * width * dtype.itemsize
+        in_flight.append(width * max((world_size + 1) * sent, sent + stepped))
     result = []
     for rank in range(world_size):
         pieces = [
-            (group[i], end - start)
+            (group[i], end - start, partition.stepped_in(group[i].dtype))
             for group, sizes_of in zip(groups, sizes, strict=True)
             for i, (start, end) in pieces_of(sizes_of, rank, world_size).items()
         ]
         held = _state_of_each(*zip(*pieces, strict=True), optimizer, kwargs) if pieces else []
+        masters = sum(n * dtype.itemsize for p, n, dtype in pieces if dtype != p.dtype)
         result.append(
             RankBytes(
                 rank,
-                params=frozen + world_size * sum(slices),
+                params=weights,
                 grads=max((nbytes([p]) for p in trainable), default=0),
-                opt_state=sum(state for state, _ in held),
+                opt_state=masters + sum(state for state, _ in held),
                 counters=sum(counters for _, counters in held),
-                buckets=max(in_flight, default=0),
+                buckets=max((a + b for a, b in zip(in_flight, in_flight[1:], strict=False)), default=0),
             )
         )
     return result
 
 
-def _state_of_each(params, shapes, optimizer, kwargs) -> list[tuple[int, int]]:
+def _state_of_each(params, shapes, dtypes, optimizer, kwargs) -> list[tuple[int, int]]:
     """(state, counters) bytes of each parameter, found by one step of a copy of it on the meta device."""
     if isinstance(optimizer, torch.optim.Optimizer):
         cls = type(getattr(optimizer, "optimizer", optimizer))  # not of what shards it
@@ -201,8 +204,8 @@ def _state_of_each(params, shapes, optimizer, kwargs) -> list[tuple[int, int]]:
     else:
         cls, settings = optimizer, {p: kwargs for p in params}
     sizes = []
-    for p, shape in zip(params, shapes, strict=True):
-        copy = nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
+    for p, shape, dtype in zip(params, shapes, dtypes, strict=True):
+        copy = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         copy.grad = torch.empty_like(copy)
         group = {"params": [copy], **settings.get(p, {}), "foreach": False, "fused": False}
         probe = cls([group], **({"lr": group["lr"]} if "lr" in group else {}))

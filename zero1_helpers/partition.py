@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 Partition = Callable[[Sequence[Tensor], int], list[int]]
@@ -89,14 +90,26 @@ def pieces_of(sizes: Sequence[int], rank: int, world_size: int) -> dict[int, tup
 
 @dataclass(frozen=True)
 class Flat:
-    """Not a partition of tensors: every rank owns an equal slice of every flat bucket."""
+    """Not a partition of tensors: every rank owns an equal slice of every flat bucket.
+
+    Gradients are reduced in `reduce_dtype`, and slices stepped in `master_dtype`, if that holds more
+    than the parameters' dtype does: then this rank has a master copy of its slice, and state, in it.
+    """
 
     bucket_cap_mb: float = 25
     first_bucket_mb: float = 1
+    master_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
     def buckets(self, params: Sequence[Tensor]) -> list[list[int]]:
         cap = self.bucket_cap_mb * 2**20
         return in_buckets(params, cap, min(cap, self.first_bucket_mb * 2**20))
+
+    def reduced_in(self, dtype: torch.dtype) -> torch.dtype:
+        return self.reduce_dtype or dtype
+
+    def stepped_in(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, self.master_dtype or dtype)
 
 
 def assign_owners(partition: Partition, params: Sequence[Tensor], world_size: int) -> list[int]:

@@ -1,0 +1,310 @@
+"""A flat bucket: parameters laid end to end in one tensor, cut in world_size equal slices.
+
+Gradients come in, this rank steps its slice, and the new weights go around. In layers: `FlatLayout` says
+where each parameter lies and what of it is this rank's; `FlatGradients` is the gradients' way to the mean
+of the slice; `FlatPieces` what the optimizer steps; `FlatBucket` the weights' way to the other ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .ddp import dense
+from .memory_math import is_counter
+from .partition import Flat, pieces_of, slice_width
+from .phases import announce
+
+# torch 2.13 gave them new names and warns about the old ones, which alone exist before.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+MASTER = "master_param"  # the entry of a parameter's state that is its copy in more precision
+
+
+@dataclass(eq=False)
+class FlatLayout:
+    """Where parameters lie in a flat tensor (world_size * width,), each with its own strides.
+
+    A slice is (width,), and a piece is what lies in it of one parameter, in the order of its memory.
+    """
+
+    views: dict[Tensor, tuple]  # parameter -> (size, stride, offset) in the flat tensor
+    cuts: dict[Tensor, slice]  # parameter -> its piece in this rank's slice, if any
+    shape: tuple[int]  # of the flat tensor
+    numel: int  # of it without the padding at its end
+    slice: slice  # of it, this rank's
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], rank: int, world_size: int) -> "FlatLayout":
+        sizes = [p.numel() for p in params]
+        *offsets, numel = accumulate(sizes, initial=0)
+        begin = rank * (width := slice_width(sizes, world_size))
+        views = {p: (p.shape, torch.empty_like(p, device="meta").stride(), offset)  # dense, in p's order
+                 for p, offset in zip(params, offsets, strict=True)}  # fmt: skip
+        cuts = {params[i]: slice(offsets[i] + start - begin, offsets[i] + end - begin)
+                for i, (start, end) in pieces_of(sizes, rank, world_size).items()}  # fmt: skip
+        return cls(views, cuts, (world_size * width,), numel, slice(begin, begin + width))
+
+    def view(self, flat: Tensor, p: Tensor) -> Tensor:
+        return flat.as_strided(*self.views[p])
+
+    def cut(self, p: Tensor, value: Tensor) -> Tensor:
+        """This rank's piece of a tensor that is one number per element of p."""
+        size, stride, offset = self.views[p]
+        if value.stride() != stride:
+            value = torch.empty_strided(size, stride, dtype=value.dtype).copy_(value)
+        row = value.as_strided((p.numel(),), (1,), value.storage_offset())
+        begin = self.slice.start - offset
+        return row[begin + self.cuts[p].start : begin + self.cuts[p].stop]
+
+
+class FlatGradients:
+    """The gradients' way, from backward to this rank's slice of their mean.
+
+    One step::
+
+        collect             a gradient moves into `grads`, (world_size * width,), and is free
+        send_gradients      launch the reduce-scatter of `grads` into `mine`, (width,)
+        receive_gradients   `mine` is divided by world_size, in the dtype in which the slice is stepped
+
+    Which parameters got no gradient anywhere? No flags travel. A rank without a gradient sends -0.0,
+    since x + -0.0 is x, and one with a gradient sends no -0.0. So -0.0 arrives if all sent it, and only
+    then.
+    """
+
+    def __init__(self, params: list[Tensor], index: int, rank: int, world_size: int, partition: Flat):
+        self.params, self.index = params, index
+        self.layout = FlatLayout.of(params, rank, world_size)
+        self.device = params[0].device
+        self.reduced_in = partition.reduced_in(params[0].dtype)
+        self.stepped_in = partition.stepped_in(params[0].dtype)
+        self.ready: set[Tensor] = set()  # gradients that backward has delivered
+        self.missing: set[Tensor] = set()  # parameters that got no gradient: here, then anywhere
+        self.grads: Tensor | None = None
+        self.mine: Tensor | None = None
+        self.work: dist.Work | None = None  # the reduce-scatter
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.ready) == len(self.params)
+
+    @torch.no_grad()
+    def collect(self, p: Tensor, name: str) -> None:
+        """Take over p.grad. A bucket of one parameter is its gradient, if layout and dtype are the same."""
+        grad, p.grad = p.grad, None
+        if grad.layout != torch.strided:
+            dense(grad, name)  # raises
+        alone = grad.shape.numel() == self.layout.shape[0] and grad.stride() == self.layout.views[p][1]
+        if alone and grad.dtype == self.reduced_in:
+            self.grads = grad.as_strided(self.layout.shape, (1,)).add_(0.0)
+        else:
+            self._make_room()
+            out = self.layout.view(self.grads, p)
+            torch.add(grad.to(self.reduced_in), 0.0, out=out)  # + 0.0: no -0.0 is left
+
+    def _make_room(self) -> None:
+        if self.grads is None:
+            self.grads = torch.empty(self.layout.shape, dtype=self.reduced_in, device=self.device)
+            self.grads[self.layout.numel :] = 0
+            announce("buckets", [self.grads])
+
+    def send_gradients(self, names: dict[Tensor, str], process_group) -> None:
+        for p in self.params:
+            if p not in self.ready and p.grad is not None:  # of an earlier micro-batch
+                self.collect(p, names[p])
+                self.ready.add(p)
+        self.missing = set(self.params) - self.ready
+        for p in self.missing:
+            self._make_room()
+            self.layout.view(self.grads, p).fill_(-0.0)
+        self.ready.update(self.params)
+        self.mine = torch.empty_like(self.grads[self.layout.slice])
+        announce("buckets", [self.mine])
+        self.work = reduce_scatter(self.mine, self.grads, group=process_group, async_op=True)
+
+    def receive_gradients(self, world_size: int) -> None:
+        self.work.wait()
+        self.grads = self.work = None
+        cuts = self.layout.cuts
+        self.missing = {p for p in self.missing if p in cuts and is_negative_zero(self.mine[cuts[p]])}
+        precise = torch.promote_types(self.reduced_in, self.stepped_in)
+        self.mine = self.mine.to(precise).div_(world_size).to(self.stepped_in)
+        announce("buckets", [self.mine])
+
+
+class FlatPieces(FlatGradients):
+    """And what the optimizer sees: each parameter's piece in this rank's slice of `weights`.
+
+    One step::
+
+        hand_out_gradients   `mine` becomes the gradients of the pieces, which the optimizer then steps
+        take_step            what was stepped is in the slice of `weights`; the gradients are gone
+
+    From here on each parameter is a view of the flat `weights`, (world_size * width,). `pieces` are
+    parameters, too, 1-D: views of the slice; or, if that is stepped in another dtype, a master copy,
+    made at the first step as all state is. Then weights are the master copy, rounded. Where they are
+    not, somebody has written them since, and they count.
+    """
+
+    def __init__(self, params: list[Tensor], index: int, rank: int, world_size: int, partition: Flat):
+        super().__init__(params, index, rank, world_size, partition)
+        self.weights = params[0].new_zeros(self.layout.shape)
+        for p in params:
+            p.data = self.layout.view(self.weights, p).copy_(p)
+        self.pieces = {p: nn.Parameter(self._weights_of(p)) for p in self.layout.cuts}
+        self.has_master = self.stepped_in != self.weights.dtype
+
+    def _weights_of(self, p: Tensor) -> Tensor:
+        return self.weights[self.layout.slice][self.layout.cuts[p]]
+
+    @torch.no_grad()
+    def hand_out_gradients(self) -> None:
+        for p, piece in self.pieces.items():
+            piece.grad = None
+            if p not in self.missing:
+                if self.has_master:
+                    self._update_master(piece, self._weights_of(p))
+                piece.grad = self.mine[self.layout.cuts[p]]
+
+    def _update_master(self, piece: nn.Parameter, weights: Tensor) -> None:
+        if piece.dtype != self.stepped_in:
+            piece.data = weights.to(self.stepped_in)
+        else:
+            torch.where(piece.to(weights.dtype) == weights, piece, weights, out=piece)
+
+    def pieces_with_grad(self) -> dict[Tensor, nn.Parameter]:
+        return {p: piece for p, piece in self.pieces.items() if piece.grad is not None}
+
+    def take_step(self) -> None:
+        for p, piece in self.pieces_with_grad().items():
+            if self.has_master:
+                self._weights_of(p).copy_(piece)
+            piece.grad = None
+        self.mine = None
+        torch.autograd.graph.increment_version(self.params)  # backward that still needs the old ones raises
+
+    def take_state(self, p: Tensor, entry: dict) -> dict:
+        """This rank's part of p's state: of what is one number per element its piece, of the rest a copy."""
+        state = {}
+        for key, value in entry.items():
+            if not is_counter(key) and isinstance(value, Tensor) and value.shape == p.shape:
+                state[key] = self.layout.cut(p, value).to(self.device, self.stepped_in, copy=True)
+            else:
+                state[key] = value.clone() if isinstance(value, Tensor) else value
+        self.take_master(p, state)
+        return state
+
+    def take_master(self, p: Tensor, state: dict) -> None:
+        """The master copy in the state of this piece, or else of the weights, becomes the piece."""
+        master = state.pop(MASTER, None)
+        if self.has_master:
+            self.pieces[p].data = self._weights_of(p).to(self.stepped_in) if master is None else master
+            state[MASTER] = self.pieces[p].detach()
+
+
+class FlatBucket(FlatPieces):
+    """And how new weights go around, after the step.
+
+    One step::
+
+        send_parameters      launch the all-gather of all slices of `weights`, in place
+        guard                optional: from here on, whatever reads a parameter waits for it
+        receive_parameters   wait for it
+    """
+
+    is_ahead = False  # this rank's slice is stepped, and the others do not know
+    gather: dist.Work | None = None  # the all-gather
+
+    def collect(self, p: Tensor, name: str) -> None:
+        if p.data_ptr() != self.layout.view(self.weights, p).data_ptr():
+            raise RuntimeError(
+                f"{name} has left the optimizer's flat buffer (the model was moved, or wrapped for "
+                "another optimizer); make the optimizer again, and then the wrapper"
+            )
+        super().collect(p, name)
+
+    def take_step(self) -> None:
+        super().take_step()
+        self.is_ahead = True
+
+    def send_parameters(self, process_group) -> None:
+        self.is_ahead = False
+        mine = self.weights[self.layout.slice]
+        self.gather = all_gather(self.weights, mine, group=process_group, async_op=True)
+
+    def receive_parameters(self) -> None:
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
+            for p in self.params:
+                if type(p) is Arriving:
+                    p.__class__ = nn.Parameter
+                    del p.arrives_in
+
+    def guard(self) -> None:
+        if any(type(p) not in (nn.Parameter, Arriving) for p in self.params):
+            return self.receive_parameters()  # of a class of its own: cannot be guarded
+        for p in self.params:
+            p.__class__ = Arriving
+            p.arrives_in = self
+
+
+class Arriving(nn.Parameter):
+    """A parameter whose new value is on its way. Whatever reads it waits for it: any function of torch, in
+    any module's forward or outside of all, since all of them ask an argument of a class of its own first.
+
+    A parameter is of this class from the end of a step until it is read. What only asks for its shape
+    or the like does not wait. An alias made before (`w = p.data`) is not watched.
+    """
+
+    arrives_in: FlatBucket
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for t in tree_leaves((args, kwargs)):
+            if type(t) is Arriving:
+                t.arrives_in.receive_parameters()
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo):
+        return self._arrived().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol):
+        return self._arrived().__reduce_ex__(protocol)
+
+    def _arrived(self) -> nn.Parameter:
+        self.arrives_in.receive_parameters()
+        return self
+
+
+METADATA = {getattr(torch.Tensor, name).__get__ for name in (
+    "shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_leaf", "is_meta",
+    "requires_grad", "grad", "grad_fn", "itemsize", "nbytes")} | {getattr(torch.Tensor, name) for name in (
+    "size", "stride", "dim", "numel", "element_size", "nelement", "is_floating_point", "is_complex",
+    "untyped_storage", "data_ptr", "is_contiguous", "storage_offset")}  # fmt: skip
+
+
+def is_negative_zero(t: Tensor) -> bool:
+    return bool(((t == 0) & torch.signbit(t)).all())
+
+
+@torch.no_grad()
+def check_negative_zero(buckets: Sequence[FlatBucket], process_group) -> None:
+    """Does this group's reduce-scatter keep -0.0? Sums that begin with +0.0 would not."""
+    for dtype, device in {bucket.reduced_in: bucket.device for bucket in buckets}.items():
+        mine = torch.empty(1, dtype=dtype, device=device)
+        sent = mine.new_full((dist.get_world_size(process_group),), -0.0)
+        reduce_scatter(mine, sent, group=process_group)
+        if not is_negative_zero(mine):
+            raise RuntimeError(
+                f"the sum of -0.0 over the ranks is {mine.item()} on this backend, so it cannot be told "
+                "which parameters got no gradient"
+            )
