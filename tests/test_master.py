@@ -516,7 +516,7 @@ def from_disk(rank, world_size, folder, steps, cls, kwargs):
     for step in steps:
         wrapped(list(whole_numbers(step, rank, world_size))).backward()
         optimizer.step()
-    for _, piece, _ in masters(optimizer):
+    for _, piece, _ in checkpoint.shard_of(model, optimizer).values():
         assert optimizer.state[piece][MASTER].data_ptr() == piece.data_ptr()
     if not steps[0]:
         checkpoint.save_checkpoint(f"{folder}/{steps[-1] + 1}", wrapped, optimizer)
@@ -537,10 +537,9 @@ def into_whole_parameters(rank, world_size, folder):
     checkpoint.save_checkpoint(f"{folder}-whole", model, optimizer)
     wrapped, flat_one = pair(model, torch.optim.AdamW, lr=1e-3)
     checkpoint.load_checkpoint(f"{folder}-whole", wrapped, flat_one)  # and back: master copies of the weights
-    weights = [p.detach().float().flatten() for p in model.parameters()]
-    for i, piece, begin in masters(flat_one):
+    for p, piece, begin in checkpoint.shard_of(model, flat_one).values():
         assert piece.dtype == torch.float32 == flat_one.state[piece]["exp_avg"].dtype
-        assert torch.equal(piece, weights[i][begin : begin + len(piece)])
+        assert torch.equal(piece, p.detach().float().flatten()[begin : begin + len(piece)])
 
 
 @pytest.mark.parametrize("which", [1, 2])
