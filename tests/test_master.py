@@ -11,6 +11,8 @@ from torch import nn
 from zero1_helpers import (
     FlatShardedOptimizer,
     SimpleDDPReduceScatter,
+    ZeROOne,
+    checkpoint,
     flat_bucket,
     get_profiler,
     practice,
@@ -467,7 +469,7 @@ def continued(rank, world_size, state, steps, cls, kwargs):
     for step in steps:
         wrapped(list(whole_numbers(step, rank, world_size))).backward()
         optimizer.step()
-    saved = practice.full_state_dict(optimizer)
+    saved = checkpoint.full_state_dict(optimizer)
     if rank == 0:
         file = io.BytesIO()
         torch.save((model.state_dict(), saved), file)
@@ -504,6 +506,55 @@ def test_resume_bit_for_bit(ranks, which):
     assert apart(forgetful, whole) > 0  # what the test above would see if the copy were lost
 
 
+def from_disk(rank, world_size, folder, steps, cls, kwargs):
+    """The same from and to a checkpoint of torch's; whole state of rank 0, as bytes."""
+    torch.manual_seed(1)
+    model = Whole()
+    wrapped, optimizer = pair(model, cls, **kwargs)
+    if steps[0]:
+        checkpoint.load_checkpoint(f"{folder}/{steps[0]}", wrapped, optimizer)
+    for step in steps:
+        wrapped(list(whole_numbers(step, rank, world_size))).backward()
+        optimizer.step()
+    for _, piece, _ in checkpoint.shard_of(model, optimizer).values():
+        assert optimizer.state[piece][MASTER].data_ptr() == piece.data_ptr()
+    if not steps[0]:
+        checkpoint.save_checkpoint(f"{folder}/{steps[-1] + 1}", wrapped, optimizer)
+    saved = checkpoint.full_state_dict(optimizer)
+    if rank == 0:
+        file = io.BytesIO()
+        torch.save((model.state_dict(), saved), file)
+        return file.getvalue()
+
+
+def into_whole_parameters(rank, world_size, folder):
+    """A class without master copies takes what it has a use for."""
+    model = Whole()
+    optimizer = ZeROOne(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    checkpoint.load_checkpoint(folder, model, optimizer)
+    for p, entry in optimizer.state.items():
+        assert set(entry) == {"step", "exp_avg", "exp_avg_sq"} and entry["exp_avg"].dtype == p.dtype
+    checkpoint.save_checkpoint(f"{folder}-whole", model, optimizer)
+    wrapped, flat_one = pair(model, torch.optim.AdamW, lr=1e-3)
+    checkpoint.load_checkpoint(f"{folder}-whole", wrapped, flat_one)  # and back: master copies of the weights
+    for p, piece, begin in checkpoint.shard_of(model, flat_one).values():
+        assert piece.dtype == torch.float32 == flat_one.state[piece]["exp_avg"].dtype
+        assert torch.equal(piece, p.detach().float().flatten()[begin : begin + len(piece)])
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_resume_from_disk_bit_for_bit(ranks, tmp_path, which):
+    cls, kwargs = EXACT[which]
+    whole, *_ = ranks(continued, 4, None, range(6), cls, kwargs)
+    ranks(from_disk, 4, str(tmp_path), range(3), cls, kwargs)
+    for world_size in (4, 2):
+        resumed, *_ = ranks(from_disk, world_size, str(tmp_path), range(3, 6), cls, kwargs)
+        exact = cls is torch.optim.SGD or world_size == 4
+        assert apart(resumed, whole) <= (0.0 if exact else 1e-6)
+    if cls is not torch.optim.SGD:
+        ranks(into_whole_parameters, 2, str(tmp_path / "3"))
+
+
 def others(rank, world_size):
     """The same state in a plain optimizer, in a flat one without master copies, and back."""
     torch.manual_seed(1)
@@ -511,7 +562,7 @@ def others(rank, world_size):
     wrapped, optimizer = pair(model, torch.optim.AdamW, lr=1e-3)
     wrapped(list(whole_numbers(0, rank, world_size))).backward()
     optimizer.step()
-    box = [practice.full_state_dict(optimizer)]
+    box = [checkpoint.full_state_dict(optimizer)]
     torch.distributed.broadcast_object_list(box)
     (saved,) = box
     plain_model = copy.deepcopy(model)
@@ -523,7 +574,7 @@ def others(rank, world_size):
     bare.load_state_dict(saved)
     assert all(MASTER not in state and state["exp_avg"].dtype == torch.bfloat16
                for state in bare.state.values())  # fmt: skip
-    pure = practice.full_state_dict(bare)
+    pure = checkpoint.full_state_dict(bare)
     box = [pure]
     torch.distributed.broadcast_object_list(box)
     weights = [p.detach().clone() for p in model.parameters()]

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from .ddp import SimpleDDP
 from .flat import FlatShardedOptimizer
+from .flat_bucket import MASTER
 from .memory_math import is_counter
 from .partition import pieces_of
 from .zero import ZeROOne, instead
@@ -91,12 +92,13 @@ def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer):
     _together(_difference(stored, about, module, optimizer), optimizer)
 
     optimizer.state.clear()  # never twice in memory
+    flat = isinstance(optimizer, FlatShardedOptimizer)
     values = {f"model/{key}": value for key, value in module.state_dict().items()}
     pieces, entries = {}, defaultdict(dict)
     for path, saved in stored.items():
         kind, _, rest = path.partition("/")
         key, _, name = rest.partition("/")
-        if kind not in ("elements", "value") or name not in shard:
+        if kind not in ("elements", "value") or name not in shard or (key == MASTER and not flat):
             continue
         p, here, start = shard[name]
         if kind == "elements":
@@ -111,6 +113,10 @@ def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer):
             _, key, name = path.split("/", 2)
             entries[shard[name][1]][key] = value
     module.load_state_dict({key: values[f"model/{key}"] for key in module.state_dict()})
+    for bucket in optimizer.buckets if flat else ():
+        for p, piece in bucket.pieces.items():
+            if piece in entries:
+                bucket.take_master(p, entries[piece])
     _give(optimizer, {p: here for p, here, _ in shard.values()}, about["groups"], entries)
     return extra
 

@@ -196,11 +196,15 @@ class FlatPieces(FlatGradients):
                 state[key] = self.layout.cut(p, value).to(self.device, self.stepped_in, copy=True)
             else:
                 state[key] = value.clone() if isinstance(value, Tensor) else value
+        self.take_master(p, state)
+        return state
+
+    def take_master(self, p: Tensor, state: dict) -> None:
+        """The master copy in the state of this piece, or else of the weights, becomes the piece."""
         master = state.pop(MASTER, None)
         if self.has_master:
             self.pieces[p].data = self._weights_of(p).to(self.stepped_in) if master is None else master
             state[MASTER] = self.pieces[p].detach()
-        return state
 
 
 class FlatBucket(FlatPieces):

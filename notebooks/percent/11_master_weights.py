@@ -441,10 +441,10 @@ assert 0 < apart < 2**-7
 #    <code>2**-11</code> in place of <code>2**-8</code>. Its smallest numbers are much larger than bf16's, so small gradients become 0: hence <code>GradScaler</code>, here <code>practice.scaler_step</code>.
 #    </details>
 #
-# 4. Save with `practice.full_state_dict`, delete every `"master_param"` and resume. What is lost, and for how many steps does it matter?
+# 4. Save with `checkpoint.full_state_dict`, delete every `"master_param"` and resume. What is lost, and for how many steps does it matter?
 #
 #    <details><summary>Solution</summary>
 #    The master copies start again from the rounded weights: each loses up to half a spacing, once. The moments are still there. The run goes on, but not with the same bits.
 #    </details>
 #
-# Next: [12 Practice](12_practice.ipynb)
+# Next: [12 In practice](12_in_practice.ipynb)
