@@ -533,7 +533,8 @@ def wait_in_owners(model, optimizer):
 
 # %% [markdown]
 # A model for which that is not enough. It scores `hidden` against an embedding's rows, so the table is read, while the
-# module that owns it is never called. Output heads with tied weights and retrieval models do this:
+# module that owns it is never called. Retrieval models do this, and so do output heads that borrow the embedding's weight;
+# those are right only as long as the embedding happens to be called first.
 
 # %%
 class Scorer(torch.nn.Module):
