@@ -402,3 +402,17 @@ def compiled(rank, world_size):
 
 def test_a_compiled_model_trains_alike(ranks):
     ranks(compiled, 2)
+
+
+def early_state(rank, world_size):
+    reference, model = make(MLP), make(MLP)
+    wrapped, optimizer = pair(model, torch.optim.Adagrad)
+    train(wrapped, optimizer, rank, world_size)
+    train_alone(reference, torch.optim.Adagrad(reference.parameters(), lr=0.05), world_size)
+    assert max_difference(model, reference) <= 1e-9
+    predicted = predict(model, optimizer, world_size, optimizer.partition)[rank]
+    assert state_bytes(optimizer) == (predicted.opt_state, predicted.counters)
+
+
+def test_an_optimizer_that_makes_its_state_at_once(ranks):
+    ranks(early_state, 2)

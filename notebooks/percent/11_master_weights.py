@@ -101,7 +101,7 @@ import pandas as pd
 
 from zero1_helpers.notebook import show_table
 
-rates, table = (1e-2, 1e-3, 1e-4, 1e-5), pd.DataFrame()
+rates, table = (1e-3, 1e-4, 1e-5, 1e-6), pd.DataFrame()
 for lr in rates:
     share, before = pull(f"moved({lr})")[0]
     weights = torch.cat([p.reshape(-1) for p in before])
@@ -208,12 +208,12 @@ assert equal > 0.99 * len(weights)
 # %% [markdown]
 # ## Does it matter?
 #
-# Three runs with the same class, seed and batches: fp32, pure bf16, and bf16 with master weights. All start from the same bf16 numbers, and only the dtypes differ. The learning rate falls from 2e-3 to nothing, along a cosine.
+# Three runs with the same class, seed and batches: fp32, pure bf16, and bf16 with master weights. All start from the same bf16 numbers, and only the dtypes differ. The learning rate falls from 1e-4 to nothing, along a cosine.
 
 # %%
 def run(dtype, steps=300, **options):
     set_seed()
-    model, optimizer = wrap(network().bfloat16().to(device, dtype), lr=2e-3, **options)
+    model, optimizer = wrap(network().bfloat16().to(device, dtype), lr=1e-4, **options)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses = []
     for step in range(steps):
@@ -255,13 +255,13 @@ fp32, bf16, mixed = last
 fig.title = "Loss in three precisions"
 fig.caption = f"Loss of the small network, same seed and batches, {len(pull('rank'))} ranks. Last: " + ", ".join(
     f"{name} {value:.2e}" for name, value in last.items()) + "."
-fig.alt_text = (f"Line chart, logarithmic. Three losses fall together at first. Pure bf16 then levels off and ends at "
+fig.alt_text = ("Line chart, logarithmic, of three losses. Pure bf16 falls more slowly from the start, levels off and ends at "
                 f"{bf16:.1e}. With master weights the loss stays on the line of fp32: {mixed:.1e} and {fp32:.1e}.")
 show(fig)
-assert abs(mixed - fp32) < 0.5 * (bf16 - fp32)
+assert abs(mixed / fp32 - 1) < 0.1 and bf16 > 3 * fp32
 
 # %% [markdown]
-# The first steps are large and look alike in all three. When the remaining steps are small, pure bf16 cannot take them any more, and the master copy can. Forward and backward ran in bf16 in both; what differs is where the steps are added up.
+# With this lr most weights of pure bf16 do not move at all (the table above), and the fewer the lower lr gets; the curve levels off long before the others do. With master weights forward and backward run in bf16, too, on weights that are just as coarse. What differs is where the steps are added up. How much it matters depends on the ratio of lr to the weights: exercise 1 tries others.
 
 # %% [markdown]
 # ## What it takes
@@ -323,10 +323,11 @@ assert shared["opt_state"].sum() == 12 * psi
 # %%
 from zero1_helpers import get_profiler, train
 from zero1_helpers.training import flush_wait_step
+from zero1_helpers.workload import get_preset
 
 model, optimizer = wrap(new_model(), master_weights=True)
 with get_profiler("../build/runs/master", 2, model=model, optimizer=optimizer,
-                  title="Flat, fp32 master weights") as profiler:
+                  title="Flat, fp32 master weights", preset=get_preset().name) as profiler:
     train(model, optimizer, [tokens, tokens], flush_wait_step, profiler)
 
 # %%
@@ -378,13 +379,13 @@ for dtype in (torch.bfloat16, torch.float32):
     total = torch.empty(width, dtype=dtype, device=device)
     reduce_scatter(total, grads.to(dtype))
     errors[str(dtype)] = ((total.double() / world_size - exact).abs().mean() / exact.abs().mean()).item()
-    sent[str(dtype)] = bytes_sent("reduce_scatter", grads.numel() * dtype.itemsize, world_size)
+    sent[str(dtype)] = round(bytes_sent("reduce_scatter", grads.numel() * dtype.itemsize, world_size))
 assert errors["torch.float32"] < errors["torch.bfloat16"] / 100
 
 # %%
 # %%local
 table = pd.DataFrame({"error": pull("errors")[0], "sent, B": pull("sent")[0]})
-back = pull('bytes_sent("all_gather", 2 * len(weights), world_size)')[0]
+back = round(pull('bytes_sent("all_gather", 2 * len(weights), world_size)')[0])
 table["with the all-gather, B"] = table["sent, B"] + back
 show_table(table.assign(error=table["error"].map("{:.1e}".format)),
            "Reduce-scatter on rank 0: mean error relative to the mean gradient, and bytes sent in a step.")
@@ -423,10 +424,10 @@ assert 0 < apart < 2**-7
 #
 # ## Exercises
 #
-# 1. Train all three again with a constant lr of 1e-2, then of 1e-4. When does pure bf16 do as well as the others, and when does it not move at all?
+# 1. Train all three again with lr 2e-3, then with 1e-5. When is pure bf16 nearly as good as the others, and when does it hardly move at all?
 #
 #    <details><summary>Hint</summary>
-#    The table of the weights that move, above. A larger step is lost less often, but it also stays larger than the distance to the minimum.
+#    The table of the weights that move, above. With the larger lr look at the end of the curves, where a schedule has made it small.
 #    </details>
 #
 # 2. *Stochastic rounding* is another way out, without a copy: round up or down at random, so that the mean is right. Write it for pure bf16, and draw a fourth curve.
