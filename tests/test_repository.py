@@ -142,7 +142,7 @@ def code_lines(path):
 def test_package_is_small():
     sizes = {path.name: code_lines(path) for path in PACKAGE.glob("*.py")}
     assert max(sizes.values()) < 600, "one idea a module"
-    assert sum(sizes.values()) < 5000
+    assert sum(sizes.values()) < 5200
 
 
 def test_public_names():

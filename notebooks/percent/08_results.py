@@ -132,6 +132,8 @@ def in_the_posts_order(table):
     return ddp < falling[0] and falling == sorted(falling, reverse=True)
 
 
+# %%
+# %%local
 for title, shown in {"yours": table, "recorded": small}.items():
     said = "the post's order" if in_the_posts_order(shown) else "not the post's order: look for noise"
     print(f"{title:9}", *(f"{value:5.1f} %" for value in shown.loc[series, "non_compute_pct"]), said)
@@ -151,11 +153,13 @@ figures.show(figures.comparison(list(recorded.values())))
 # %%
 import time
 
+from torch.nn import Linear, ReLU, Sequential
 
+# %%
 def step_seconds(build, after_backward, steps=2):
     torch.manual_seed(0)
-    layers = (m for _ in range(8) for m in (torch.nn.Linear(512, 512), torch.nn.ReLU()))
-    model, optimizer = build(torch.nn.Sequential(*layers).to(device), 1e-3, 1)
+    layers = (layer for _ in range(8) for layer in (Linear(512, 512), ReLU()))
+    model, optimizer = build(Sequential(*layers).to(device), 1e-3, 1)
     x = torch.randn(256, 512, device=device)
     for step in range(steps + 1):
         began = time.perf_counter() if step <= 1 else began  # the first one makes the state

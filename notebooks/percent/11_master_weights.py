@@ -108,6 +108,9 @@ for lr in rates:
     can = (spacing(weights) / 2 < lr).float().mean().item()
     table[f"lr {lr:.0e}"] = [f"{can:.1%}", f"{share:.1%}"]
     assert abs(can - share) < 0.1
+
+# %%
+# %%local
 table.index = ["half a spacing is below lr", "moved"]
 show_table(table.T, "Share of the weights of the small network on rank 0, one step of Adam in bf16.")
 
