@@ -11,8 +11,9 @@ from .results import markdown
 
 def show_source(*objects) -> None:
     """Show classes or functions as they stand in the project's files."""
+    root = Path(__file__).resolve().parent.parent
     for obj in objects:
-        path = Path(inspect.getfile(obj)).resolve().relative_to(Path(__file__).resolve().parent.parent)
+        path = Path(inspect.getfile(inspect.unwrap(obj))).resolve().relative_to(root)
         text = f"`{path.as_posix()}`\n\n```python\n{inspect.getsource(obj)}```"
         display(Markdown(text))
 

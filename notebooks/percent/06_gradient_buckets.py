@@ -185,7 +185,7 @@ print(f"{len(plan_buckets(params, 25 * 2**20))} bucket(s) at the post's 25 MiB, 
 plan = [(len(b.params), sum(p.numel() * p.element_size() for p in b.params) / 1e6) for b in buckets]
 
 # %% [markdown]
-# A small model needs a small cap, or everything is one bucket. The preset has one that gives a handful.
+# A small model needs a small cap, or everything is one bucket. The preset has one that gives some.
 
 # %%
 # %%local

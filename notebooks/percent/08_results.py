@@ -155,6 +155,7 @@ import time
 
 from torch.nn import Linear, ReLU, Sequential
 
+
 # %%
 def step_seconds(build, after_backward, steps=2):
     torch.manual_seed(0)
