@@ -35,6 +35,7 @@ from zero1_helpers import get_profiler, get_smol_model
 from zero1_helpers.figures import THEMES
 from zero1_helpers.link import Link, emulate, lane, late_share, parse_link
 from zero1_helpers.memory_math import bytes_sent
+from zero1_helpers.phases import phase
 from zero1_helpers.profiling import gather
 from zero1_helpers.runs import load_run
 from zero1_helpers.workload import PRESETS
@@ -79,7 +80,10 @@ class Racer:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.loss(self.model).backward()
+            loss = self.loss(self.model)
+            with phase("backward"):  # at its edges the ledger looks at what is there
+                loss.backward()
+            del loss
             self.contender.after_backward(self.model, self.optimizer)
 
     def time(self, steps: int) -> tuple[float, float]:
@@ -108,13 +112,16 @@ class Racer:
         }
 
 
-def peak_mb(name: str, model: str, depth: int | None, folder: Path) -> float:
-    """The most memory that a rank's tensors take from the building of the model on, in two steps."""
-    with get_profiler(folder, 1) as profiler:
-        racer = Racer(name, model, depth)
-        racer.train(2)
+CATEGORIES = ("params", "grads", "opt_state", "buckets", "peak")
+
+
+def peaks_mb(racer: Racer, folder: Path) -> dict:
+    """The most that a rank holds in a step, by category and of everything."""
+    with get_profiler(folder, 1, model=racer.model, optimizer=racer.optimizer) as profiler:
+        racer.train(1)
         profiler.step()
-    return max(rank["peak"] for rank in load_run(folder).record["memory"]) / 1e6
+    memory = load_run(folder).record["memory"]
+    return {name: max(rank[name] for rank in memory) / 1e6 for name in CATEGORIES}
 
 
 def race(rank, world_size, folder, names, model, links, rounds, steps, depth, details):
@@ -128,7 +135,7 @@ def race(rank, world_size, folder, names, model, links, rounds, steps, depth, de
         racer.train(2)  # makes the state; buckets are planned anew
     about = {}
     for name, racer in racers.items() if details else ():
-        about[name] = racer.count() | {"peak_mb": peak_mb(name, model, depth, folder / name)}
+        about[name] = racer.count() | peaks_mb(racer, folder / name)
     times = []
     for link in links:
         emulate(parse_link(link) or UNLIMITED)
@@ -178,7 +185,7 @@ def table(times: pd.DataFrame, about: pd.DataFrame) -> pd.DataFrame:
         "sent, MB": about["sent_mb"].round(1),
         "collectives": about["collectives"].astype(int),
         "state, MB": about["state_mb"].round(1),
-        "peak, MB": about["peak_mb"].round(1),
+        **{f"{name}, MB": about[name].round(1) for name in CATEGORIES},
     }).loc[list(about.index)]  # fmt: skip
 
 
@@ -244,7 +251,7 @@ ABOUT = """\
 Medians of {0.rounds} rounds of {0.steps} steps, contenders interleaved. Links are emulated; `none` is gloo at
 its own pace, on the cores that also compute. *Late* is the share of collectives that gloo ended after the
 link's time. *Exposed* is a step less the step that only computes. *Sent* and *state* are those of the
-fullest rank; *peak* is all tensors of a rank, from the building of the model to its second step."""
+fullest rank; so are the peaks of a step by category, and *peak*, that of everything."""
 
 
 def main(argv=None) -> int:

@@ -35,7 +35,7 @@ def test_a_race_of_all(race):
         assert sent[name] == pytest.approx(2 * psi, rel=1e-3), name
         assert state[name] == pytest.approx(psi, rel=1e-2), name  # half of Adam's two moments
     assert state["ddp"] == state["torch-ddp"] == pytest.approx(2 * psi)
-    assert (about["peak_mb"] > psi).all()
+    assert (about["peak"] > psi).all()
 
 
 def test_ratios_are_taken_within_a_round(race):

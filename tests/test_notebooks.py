@@ -44,7 +44,7 @@ def described(output):
 def test_the_series_is_complete():
     numbers = [path.name[:2] for path in PATHS]
     assert numbers == sorted(set(numbers)), "two notebooks have one number"
-    missing = {f"{number:02d}" for number in range(9)} - set(numbers)
+    missing = {f"{number:02d}" for number in range(14)} - set(numbers)
     assert not missing, f"missing: {sorted(missing)}"
 
 

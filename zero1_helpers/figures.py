@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from . import analysis
-from .runs import STATES, Run, RunError, write_atomic
+from .runs import STATES, Run, RunError, setting_of, write_atomic
 from .training import VARIANTS
 
 WIDTH = 7.2  # inches, whatever the figure: one blog column
@@ -218,7 +218,7 @@ def before_and_after(before, after, names=("before", "after"), theme: str = "lig
               ("overlap", _overlapped, _overlap), ("step", analysis.step_seconds, "{:.2f} s".format))
     with _look(theme) as look:
         fig, frame = _canvas(1.4 + 0.5 * len(variants), "Two sets of runs",
-                             f"{names[0]} against {names[1]}", _setting([*before, *after]), left=1.25)
+                             f"{names[0]} against {names[1]}", setting_of([*before, *after]), left=1.25)
         frame.set_axis_off()
         said = []
         for i, (heading, measure, form) in enumerate(panels):
@@ -241,7 +241,7 @@ def before_and_after(before, after, names=("before", "after"), theme: str = "lig
                      for name, a, b in zip(variants, *values, strict=True)]
         _legend(fig, list(zip(names, colours, strict=True)))
         return _describe(
-            fig, _setting([*before, *after]),
+            fig, setting_of([*before, *after]),
             f"{names[0]} (above) and {names[1]} (below), variant by variant: states of the fullest "
             "rank at their peak, HTA's non-compute time and overlap as means of all ranks, median step."
             + ("" if model[0] == model[1] else
@@ -268,7 +268,7 @@ def bytes_per_rank(runs, theme: str = "light") -> Figure:
     predicted = [[p["opt_state"] for p in run.record["predicted"]] for run in runs]
     scale, unit = _unit(max(map(max, measured)))
     with _look(theme) as look:
-        fig, ax = _canvas(3.5, "Optimizer state per rank", _one(runs), _setting(runs))
+        fig, ax = _canvas(3.5, "Optimizer state per rank", _one(runs), setting_of(runs))
         for x, (bars, marks) in enumerate(zip(measured, predicted, strict=True)):
             wide = 0.8 / len(bars)
             at = x - 0.4 + wide * (np.arange(len(bars)) + 0.5)
@@ -294,7 +294,7 @@ def bytes_per_rank(runs, theme: str = "light") -> Figure:
                          for run, bars in zip(runs, measured, strict=True))  # fmt: skip
         exact = measured == predicted
         return _describe(
-            fig, _setting(runs),
+            fig, setting_of(runs),
             "Bytes of optimizer state on each rank; the mark is the prediction"
             + (", met to the byte everywhere." if exact else "."),
             f"Bars of optimizer state, rank by rank. {each}.")  # fmt: skip
@@ -317,7 +317,7 @@ def comparison(runs, theme: str = "light") -> Figure:
          COLOURS["hidden"]),
     )  # fmt: skip
     with _look(theme) as look:
-        fig, frame = _canvas(1.4 + 0.36 * len(runs), "All variants", _one(runs), _setting(runs),
+        fig, frame = _canvas(1.4 + 0.36 * len(runs), "All variants", _one(runs), setting_of(runs),
                              left=1.25)  # fmt: skip
         frame.set_axis_off()
         for heading, left, values, texts, colour in panels:
@@ -341,7 +341,7 @@ def comparison(runs, theme: str = "light") -> Figure:
             f"{wait:.1f} %, overlap {_overlap(pct)}" for run, total, peak, wait, pct
             in zip(runs, sums, peaks, waits, overlaps, strict=True))  # fmt: skip
         return _describe(
-            fig, _setting(runs),
+            fig, setting_of(runs),
             "Parameters, gradients, optimizer state and buckets at their highest sum, and the peak "
             "of all memory, both on the fullest rank; HTA's non-compute time and overlap, mean of "
             "all ranks.",
@@ -470,12 +470,6 @@ def _ordered(runs) -> list[Run]:
 
 def _one(runs) -> str:
     return runs[0].title if len(runs) == 1 else ""
-
-
-def _setting(runs) -> str:
-    """What the runs share; where they differ, all that occurs."""
-    parts = zip(*(run.setting.split(" · ") for run in runs), strict=True)
-    return " · ".join(" / ".join(dict.fromkeys(part)) for part in parts)
 
 
 def _unit(most: float) -> tuple[float, str]:

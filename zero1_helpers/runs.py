@@ -18,6 +18,7 @@ import re
 import socket
 import zlib
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from io import StringIO
@@ -106,17 +107,33 @@ class Run:
     @property
     def setting(self) -> str:
         """Hardware, ranks, backend, link, date: what a number means nothing without."""
-        r = self.record
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        link = "no emulated link" if r["link"] == "none" else f"emulated link {r['link']}"
-        if (late := r.get("late_share", 0)) > TOLERATED_LATE:
-            link += f" ({late:.0%} of the operations took gloo longer)"
-        return f"{r['hardware']} · {ranks} · {r['backend']} · {link} · {r['preset']} · {r['date']}"
+        return setting_of([self])
 
     def _known(self, rank: int) -> int:
         if rank not in self.traces:
             raise RunError(f"{self.folder}: no rank {rank}; it has 0 to {self.world_size - 1}")
         return rank
+
+
+def setting_of(runs: Iterable[Run]) -> str:
+    """What runs share; where they differ, all that occurs. Of operations that were late, the worst share."""
+    runs = list(runs)
+    rows = [
+        (
+            r["hardware"],
+            "1 rank" if r["world_size"] == 1 else f"{r['world_size']} ranks",
+            r["backend"],
+            "no emulated link" if r["link"] == "none" else f"emulated link {r['link']}",
+            r["preset"],
+            r["date"],
+        )
+        for r in (run.record for run in runs)
+    ]
+    parts = [" / ".join(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
+    if (late := max(run.record.get("late_share", 0) for run in runs)) > TOLERATED_LATE:
+        upto = "up to " if len(runs) > 1 else ""
+        parts[3] += f" ({upto}{late:.0%} of the operations took gloo longer)"
+    return " · ".join(parts)
 
 
 # Writing

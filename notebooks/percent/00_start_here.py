@@ -294,6 +294,11 @@ print("ready")
 # | [06 Gradient buckets](06_gradient_buckets.ipynb) | few large collectives instead of many small ones |
 # | [07 Overlapped broadcasts](07_overlapped_broadcasts.ipynb) | step and send during the backward pass, too |
 # | [08 Results](08_results.ipynb) | all variants side by side, beside the post's numbers |
+# | [09 Balanced shards](09_balanced_shards.ipynb) | why a quarter became a third: split by count, by bytes, flat |
+# | [10 Reduce-scatter](10_reduce_scatter.ipynb) | flat buckets: two thirds of the bytes |
+# | [11 Master weights](11_master_weights.ipynb) | why small steps vanish in bf16, and what keeps them |
+# | [12 In practice](12_in_practice.ipynb) | clipping, accumulation, saving, resuming on other ranks |
+# | [13 Side by side](13_side_by_side.ipynb) | torch's own and DeepSpeed; when not to use ZeRO-1 |
 #
 # Every notebook starts its own ranks and stands alone. Numbers are printed by cells, and each claim has an `assert`
 # next to it: a claim that fails turns the notebook red.

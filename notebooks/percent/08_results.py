@@ -41,12 +41,12 @@ names = list(VARIANTS)
 # %%local
 from zero1_helpers.notebook import show_table
 from zero1_helpers.results import results_table
-from zero1_helpers.runs import load_run
+from zero1_helpers.runs import load_run, setting_of
 
 names = pull("names")[0]
 live = [load_run(f"../build/runs/{name}") for name in names]
 table = results_table(live)
-show_table(table, live[0].setting)
+show_table(table, setting_of(live))
 
 # %% [markdown]
 # One row a variant. Memory is that of the fullest rank; shares of time are means over the ranks.
@@ -217,7 +217,11 @@ ax.legend(fontsize=8, frameon=False)
 # %%
 # %%local
 fig.title = "Step time against bandwidth"
-fig.caption = f"8 matrices of 512 x 512 on {live[0].world_size} ranks. Lines: predicted. Points: measured on {live[0].setting}."
+about = live[0].record
+fig.caption = (
+    f"8 matrices of 512 x 512. Lines: predicted. Points: measured, {about['hardware']}, {live[0].world_size} ranks, "
+    f"{about['backend']}, emulated links of these bandwidths and 1 ms, {about['date']}."
+)
 slowest = {name: f"{1e3 * s:.0f} ms" for (rate, name), s in measured.items() if rate == 50}
 fig.alt_text = f"Step time falls with bandwidth, for every variant, towards that of computing alone. At 50 MB/s: {slowest}."
 figures.show(fig)
@@ -395,5 +399,4 @@ for title, baseline, shown in (
 # 3. Suppose the optimizer were SGD with momentum, in pure bf16. What is $K$, what does ZeRO-1 save on four ranks, and
 #    is it worth an extra $\Psi$ of communication? `model_states` has no recipe for it; `predict` needs none.
 #
-# The next parts of the series go beyond the post: balanced shards, reduce-scatter, master weights. The class of the
-# flat variant is in `zero1_helpers.flat` already.
+# Next: [09 Balanced shards](09_balanced_shards.ipynb), which gives every rank the same.
