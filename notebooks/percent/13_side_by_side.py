@@ -437,7 +437,8 @@ for name in names:
 # %% [markdown]
 # Times are shown and not asserted: they differ from machine to machine and from run to run. What does hold is asserted:
 # nobody beats the link, and the second family has less to send. Torch's ZeRO-1 steps after backward and sends after the
-# step. Its overlapping mode (`overlap_with_ddp=True`) is not for gloo.
+# step. Its overlapping mode (`overlap_with_ddp=True`) is not for gloo. FSDP2 hides its
+# collectives on CUDA streams of their own; a CPU has none, so here it waits for each.
 #
 # `make bench` does this for all variants, two models and four links, with more rounds.
 #
@@ -540,14 +541,14 @@ between = percent.loc[16:]  # more than one node
 print(percent.loc[[8, 16, 64, 10_000]].round(1).T.to_string())
 assert (percent.diff().iloc[1:] > -1e-9).all(axis=None), "more ranks never mean less communication"
 assert (between["zero1"] > between["ddp"]).all() and (between["flat"] <= between["zero1-overlap"]).all()
-assert percent.loc[10_000, "ddp"] - percent.loc[16, "ddp"] < 1.5 * (percent.loc[16, "ddp"] - percent.loc[8, "ddp"])
+assert 2 / 3 < (percent.loc[16, "ddp"] - percent.loc[8, "ddp"]) / (percent.loc[10_000, "ddp"] - percent.loc[16, "ddp"]) < 1.5
 assert percent.loc[64, "zero1-overlap"] < 1 < percent.loc[10_000, "zero1-overlap"] and percent["flat"].max() < 1
 
 # %% [markdown]
-# The second node costs more than all doublings after it cost by themselves: from there on a ring's bytes per rank hardly
-# grow, and what grows is latency. Behind backward there is room for all of it on 64 ranks. On ten thousand the broadcasts
-# no longer fit, and the flat class still does. (On paper all nodes are joined alike, and a collective behind backward
-# runs at full speed. Real networks do worse.)
+# For DDP the second node costs about as much as all that follow. From there on the bytes of a rank at most double,
+# however many ranks there are, and latency goes on growing. Behind backward there is room for nearly all of it on 64
+# ranks. On ten thousand the broadcasts no longer fit, and the flat class still does. (On paper all nodes are joined
+# alike, and a collective behind backward runs at full speed. Real networks do worse.)
 #
 # ## When not to use ZeRO-1
 #
@@ -638,10 +639,11 @@ assert alone - eight < 0.05
 # ## Summary
 #
 # - This series' classes, torch's and one process end at the same parameters, SGD included, to rounding.
-# - Torch's ZeRO-1 deals whole tensors out by size and sends 3Ψ, after backward; FSDP2 cuts each tensor, sends 2Ψ, and
+# - Torch's ZeRO-1 deals whole tensors out by size and sends 3Ψ, one of them after backward; FSDP2 cuts each tensor, sends 2Ψ, and
 #   keeps the least between steps. The flat class sends 2Ψ as well.
 # - DDP's buckets stay for the whole training; classes that free gradients bucket by bucket have a lower peak.
-# - On paper, the second node costs most. What runs behind backward hides it, up to thousands of ranks.
+# - On paper, what runs behind backward hides nearly all communication on 64 ranks; on ten thousand only the flat class
+#   still does.
 # - Not for SGD without momentum or LoRA, not where parameters do not fit, not over a slow link by broadcasts, and not
 #   where there is room.
 #
