@@ -121,7 +121,7 @@ def test_the_plan_predicts_the_recorded_steps(recorded):
 
 def test_the_readme_shows_the_report_of_these_runs(recorded):
     page = (ROOT / "README.md").read_text()
-    runs = [run for preset in reversed(PRESETS) for run in recorded[preset].values()]
+    runs = [run for preset in PRESETS for run in recorded[preset].values()]
     assert page.split(MARKS[0])[1].split(MARKS[1])[0].strip() == report(runs).strip()
     for theme in ("light", "dark"):
         assert f"docs/comparison.{theme}.png" in page

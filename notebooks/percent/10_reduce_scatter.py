@@ -433,7 +433,8 @@ from zero1_helpers.memory_math import nbytes, predict
 predicted = predict(model, torch.optim.Adam, world_size, optimizer.partition)[rank]
 assert state_bytes(optimizer) == (predicted.opt_state, predicted.counters)
 assert nbytes(b.weights for b in optimizer.buckets) == predicted.params
-print(f"opt_state {predicted.opt_state:,} B; the whole, divided by the ranks: {2 * nbytes(model.parameters()) / world_size:,.1f} B")
+whole = 2 * nbytes(model.parameters())  # Adam's two moments
+print(f"opt_state {predicted.opt_state:,} B; the whole, divided by the ranks: {whole / world_size:,.1f} B")
 
 # %% [markdown]
 # ## Picture: one step

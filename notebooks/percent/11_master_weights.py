@@ -258,8 +258,9 @@ fp32, bf16, mixed = last
 fig.title = "Loss in three precisions"
 fig.caption = f"Loss of the small network, same seed and batches, {len(pull('rank'))} ranks. Last: " + ", ".join(
     f"{name} {value:.2e}" for name, value in last.items()) + "."
-fig.alt_text = ("Line chart, logarithmic, of three losses. Pure bf16 falls more slowly from the start, levels off and ends at "
-                f"{bf16:.1e}. With master weights the loss stays on the line of fp32: {mixed:.1e} and {fp32:.1e}.")
+fig.alt_text = ("Line chart, logarithmic, of three losses. Pure bf16 falls more slowly from the start, levels off "
+                f"and ends at {bf16:.1e}. With master weights the loss stays on the line of fp32: "
+                f"{mixed:.1e} and {fp32:.1e}.")
 show(fig)
 assert abs(mixed / fp32 - 1) < 0.1 and bf16 > 3 * fp32
 

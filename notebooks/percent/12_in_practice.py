@@ -813,8 +813,8 @@ fig.title = "Stopped twice, resumed on other numbers of ranks"
 # %%
 # %%local
 about = pull("about")[0]
-fig.caption = (f"Loss and lr of a run that was saved and resumed at the dotted lines, by another class and on another number of "
-               f"ranks; in grey a run in one process. {about['hardware']} · {about['backend']} · {about['date']}.")
+fig.caption = (f"Loss and lr of a run that was saved and resumed at the dotted lines, by another class and on another "
+               f"number of ranks; in grey a run in one process. {about['hardware']} · {about['backend']} · {about['date']}.")
 fig.alt_text = (f"Two curves that coincide: the loss falls from {unbroken[0]:.2f} to {unbroken[-1]:.2f} in {len(unbroken)} "
                 f"steps, without a jump where the number of ranks changes from {sizes[0]} to {sizes[1]} to {sizes[2]}. "
                 "Below, the lr rises and then falls in a straight line.")
