@@ -19,7 +19,7 @@
 # %% [markdown]
 # ## The numbers of bf16
 #
-# A bf16 number has 8 significant bits: from 1 to 2 there are 128 of them, from 1/2 to 1 another 128, and so on. The distance from one to the next is a constant times a power of two.
+# A bf16 number has 8 significant bits: from 1 to 2 there are 128 of them, from 1/2 to 1 another 128, and so on. So the larger a number, the further away is the next one.
 
 # %%
 # %%local
@@ -245,9 +245,13 @@ from zero1_helpers.figures import BLUE, GREEN, RED, show
 
 losses = sum(pd.DataFrame(c) for c in pull("curves")) / len(pull("rank"))
 smooth = losses.rolling(20, min_periods=1).mean()
+
+# %%
+# %%local
 fig = Figure(figsize=(7.2, 3.4), dpi=130, layout="constrained")
 ax = fig.subplots()
 smooth.plot(ax=ax, color=[BLUE, RED, GREEN], style=["-", "-", "--"], logy=True)
+ax.lines[0].set(linewidth=5, alpha=0.4)  # the green line lies on it
 ax.set(xlabel="step", ylabel="loss (mean of 20 steps)")
 ax.legend(frameon=False)
 
@@ -396,8 +400,22 @@ show_table(table.assign(error=table["error"].map("{:.1e}".format)),
 assert table["sent, B"].iloc[1] == 2 * table["sent, B"].iloc[0]
 
 # %% [markdown]
-# The weights come back in bf16 in both cases, so a step sends half as much again, not twice as much. Compare the error with that of a bf16 gradient itself, which is rounded to 8 bits when backward makes it: with few ranks the sum adds an error of the same kind. It grows with the number of ranks, and this is why large runs often choose fp32 here.
-#
+# The weights come back in bf16 in both cases, so a step sends half as much again, not twice as much. And the error? Backward rounds each gradient to 8 bits when it makes it; with few ranks, summing in bf16 adds an error of that kind. It grows with the number of ranks, because the sum outgrows what is added to it:
+
+# %%
+# %%local
+lost = []
+for N in (4, 64, 1024):
+    terms = (1 + torch.randn(N, 2000, generator=torch.Generator().manual_seed(0))).bfloat16()  # of N ranks
+    total = torch.zeros(2000, dtype=torch.bfloat16)
+    for term in terms:
+        total += term
+    exactly = terms.double().sum(0)
+    lost.append(((total - exactly).abs().mean() / exactly.abs().mean()).item())
+    print(f"{N:>4} ranks, one after another in bf16: mean error {lost[-1]:.1%}")
+assert lost == sorted(lost)
+
+# %% [markdown]
 # In the class it is an argument. With `step_in_backward=False` this rank's slice of the mean, `mine`, waits for the step, and we can look at it:
 
 # %%
