@@ -3,7 +3,7 @@
 
 PYTHON        ?= python3
 RECORD_PRESET ?= small
-# One link for all runs: what --link auto chose, for as many tokens a step that computing dominates.
+# One link for all runs, set by hand after the rule of --link auto; so many tokens that computing dominates.
 RECORD_ARGS   ?= --link '62MB/s + 7ms' --batch-size 80
 RANKS         ?= 4
 PARTS         ?= *
