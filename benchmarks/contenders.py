@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from zero1_helpers import VARIANTS, by_bytes
+from zero1_helpers import VARIANTS, FlatShardedOptimizer, SimpleDDPReduceScatter, by_bytes
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ def compute_only(model, blocks, optimizer_cls, bucket_cap_mb, **kwargs):
 def compute_step(model, optimizer):
     optimizer.step()
     model.zero_grad()
+
+
+def flat_lazy(model, blocks, optimizer_cls, bucket_cap_mb, **kwargs):
+    optimizer = FlatShardedOptimizer(optimizer_cls, model, bucket_cap_mb, **kwargs)
+    return SimpleDDPReduceScatter(model, optimizer, lazy_gather=True), optimizer
 
 
 def torch_ddp(model, blocks, optimizer_cls, bucket_cap_mb, views=False, **kwargs):
@@ -70,6 +75,7 @@ def ours(variant):
 CONTENDERS = {
     "compute": Contender("compute only", compute_only, compute_step),
     **{name: Contender(v.title, ours(v), v.after_backward) for name, v in VARIANTS.items()},
+    "flat-lazy": Contender("Flat reduce-scatter, gathered behind forward", flat_lazy, step),
     "torch-ddp": Contender("torch DDP + Adam", torch_ddp, step),
     "torch-zero": Contender("torch DDP + ZeroRedundancyOptimizer", torch_zero, step),
     "torch-zero-views": Contender("the same, bucket views", with_views(torch_zero), step),

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.profiler import record_function
 
 from .memory_math import bytes_sent, nbytes
@@ -165,6 +166,10 @@ class Transfer(dist.Work):
         return future
 
 
+COMBINE = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.AVG: torch.add, dist.ReduceOp.PRODUCT: torch.mul,
+           dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.MIN: torch.minimum}  # fmt: skip
+
+
 class EmulatedLink(dist.ProcessGroup):
     """A process group over gloo whose collectives keep to the pace of `lane.link`."""
 
@@ -186,24 +191,32 @@ class EmulatedLink(dist.ProcessGroup):
         return self._carry("broadcast", tensors, tensors, "broadcast", tensors, opts)
 
     def allgather(self, outputs, inputs, opts=None):
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         return self._carry("all_gather", outputs[0], outputs, "allgather", outputs, inputs, opts)
 
     def all_gather_single(self, output, input, opts=None):
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         return self._carry("all_gather", [output], [output], "_allgather_base", output, input, opts)
 
     def reduce_scatter_single(self, output, input, opts=None):
-        """Gloo has no reduce-scatter of its own: it reduces a copy of all and keeps a part. So do we."""
-        all_opts, whole = dist.AllreduceOptions(), input.detach().clone()
-        if opts is not None:
-            all_opts.reduceOp = opts.reduceOp
+        """Gloo makes one out of an all-reduce, which sends all of it twice. Here every rank is sent the
+        parts of its slice and no others, and combines them in the order of the ranks."""
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        combine = next((function for known, function in COMBINE.items() if op == known), None)
+        if combine is None:
+            raise NotImplementedError(f"the emulated link's reduce_scatter does not know {op}")
+        parts = torch.empty_like(input, memory_format=torch.contiguous_format)
 
-        def keep_mine():
-            output.copy_(whole.view(self.size(), *output.shape)[self.rank()])
+        def combine_parts():
+            first, *others = parts.view(self.size(), *output.shape)
+            output.copy_(first)
+            for part in others:
+                combine(output, part, out=output)
+            if op == dist.ReduceOp.AVG:
+                output.div_(self.size())
 
-        return self._carry("reduce_scatter", [input], [output], "allreduce", [whole], all_opts,
-                           finish=keep_mine)  # fmt: skip
+        return self._carry("reduce_scatter", [input], [output], "alltoall_base", parts, input.contiguous(),
+                           [], [], dist.AllToAllOptions(), finish=combine_parts)  # fmt: skip
 
     def reduce_scatter(self, outputs, inputs, opts=None):
         return self.reduce_scatter_single(outputs[0], torch.stack(inputs[0]), opts)

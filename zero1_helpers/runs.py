@@ -56,7 +56,7 @@ RECORD = {
     "predicted": [dict.fromkeys(("params", "grads", "opt_state"), int)],
     "collectives": [{"op": str, "calls": int, "bytes": int, "bytes_sent": int}],
 }  # fmt: skip
-TOLERATED_LATE = 0.05  # with more operations later than the emulated link, a run says so
+TOLERATED_LATE = 0.03  # with more operations later than the emulated link, a run says so
 LENGTHS = {"losses": "steps", "step_seconds": "steps", "memory": "world_size",
            "predicted": "world_size"}  # fmt: skip
 

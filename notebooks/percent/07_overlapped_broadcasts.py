@@ -441,7 +441,7 @@ for title, folder in {"yours": "../build/runs", "recorded": "../traces/small"}.i
         exposed = temporal_breakdown(shown)["non_compute_pct"].mean()
         hidden = comm_comp_overlap(shown)["overlap_pct"].mean()
         print(f"{title:9} {name:14} non-compute {exposed:4.1f} %, overlap {hidden:4.1f} %")
-assert hidden > 85 and exposed < 7  # the overlapped class, as recorded
+assert hidden >= 87 and exposed <= 7  # the overlapped class, as recorded
 #
 # ## The table, complete
 
