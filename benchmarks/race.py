@@ -288,6 +288,9 @@ PICTURE = """\
 <picture><source media="(prefers-color-scheme: dark)" srcset="race.dark.png">
 <img src="race.light.png" alt="Step time of each contender over that of compute alone, by link">
 </picture>"""
+NO_SENDING_IN_FORWARD = """\
+In forward only `flat-lazy` has something to send. The others leave the link idle for that third of computing:
+where communication is the longer, that much they are above their floor at best."""
 ABOUT = """\
 Medians of {0.rounds} rounds of {0.steps} steps after one that is not timed, contenders interleaved. Links are
 emulated; `none` is gloo at its own pace, on the cores that also compute. *Late* is the share of
@@ -330,7 +333,7 @@ def main(argv=None) -> int:
         for link in links:
             page += [f"## {model}, link {link}", "", markdown(table(times[times["link"] == link], about)), ""]
     everything = pd.concat(everything)
-    page += ["## What is asked", "", markdown(bars(everything, details)), ""]
+    page += ["## What is asked", "", NO_SENDING_IN_FORWARD, "", markdown(bars(everything, details)), ""]
     draw(everything, args.out / "race")
     page += [PICTURE, ""]
     page += grow("ranks", args.worlds, lambda n: {"ranks": n}, args)

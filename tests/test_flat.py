@@ -10,7 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter, flat_bucket, phases
+from zero1_helpers import (
+    FlatShardedOptimizer,
+    SimpleDDPReduceScatter,
+    flat_bucket,
+    get_profiler,
+    phases,
+)
 from zero1_helpers.memory_math import bytes_sent, nbytes, predict, state_bytes
 from zero1_helpers.partition import Flat, pieces_of, slice_width
 
@@ -318,6 +324,25 @@ def read(rank, world_size):
 
 def test_whatever_reads_a_parameter_waits_for_it(ranks):
     ranks(read, 2)
+
+
+def profiled(rank, world_size, folder):
+    wrapped, optimizer = pair(make(MLP), lazy_gather=True)
+    x, y = data(0, world_size)
+    on_their_way = []
+    with get_profiler(folder, 1, model=wrapped, optimizer=optimizer) as profiler:
+        loss_of(wrapped, x[rank], y[rank]).backward()
+        optimizer.step()
+        for end in (lambda: None, profiler.step):
+            end()
+            on_their_way.append(sum(bucket.gather is not None for bucket in optimizer.buckets))
+    return on_their_way
+
+
+def test_no_gather_outlives_the_profiler_it_began_in(ranks, tmp_path):
+    """Torch keeps the profiler's memory with it, and frees it twice: the process may crash much later."""
+    for before, after in ranks(profiled, 2, tmp_path):
+        assert before > 1 and after == 0
 
 
 # Life

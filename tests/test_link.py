@@ -100,6 +100,31 @@ def test_results_are_those_of_gloo(ranks):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+def reduce_scatters(rank, world_size):
+    """For each operation: the slice that came over the link, and the slice of gloo's all-reduce."""
+    emulate("2GB/s")
+    mine = torch.linspace(0.1, 2, 5 * world_size, dtype=torch.float64).roll(rank)  # not the same on two ranks
+    found = {}
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        slice_, whole = torch.empty(5, dtype=torch.float64), mine.clone()
+        dist.reduce_scatter_single(slice_, mine, op=op)
+        dist.all_reduce(whole, op=op)
+        found[str(op)] = (slice_, whole.chunk(world_size)[rank])
+    mean, total = torch.empty(5, dtype=torch.float64), found[str(dist.ReduceOp.SUM)][1]
+    dist.reduce_scatter_single(mean, mine, op=dist.ReduceOp.AVG)
+    found["mean"] = (mean, total / world_size)
+    with pytest.raises(NotImplementedError, match="reduce_scatter does not know"):
+        dist.reduce_scatter_single(torch.empty(5).int(), torch.ones(15).int(), op=dist.ReduceOp.BAND)
+    return found
+
+
+def test_a_reduce_scatter_is_a_slice_of_the_all_reduce(ranks):
+    for of_rank in ranks(reduce_scatters, 3):
+        assert len(of_rank) == 5
+        for op, (ours, whole) in of_rank.items():
+            torch.testing.assert_close(ours, whole, rtol=1e-14, atol=0, msg=op)
+
+
 def chain(rank, world_size, computing):
     """Seconds asked for and seen, of chains of operations that take at least twice gloo's own time."""
     data = torch.ones(500_000)  # 2 MB

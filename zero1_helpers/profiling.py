@@ -98,6 +98,8 @@ class RunProfiler:
         if self.ledger in phases.listeners:
             phases.listeners.remove(self.ledger)
             link.lane.log = None
+            if hasattr(self.optimizer, "receive"):  # a gather that is freed after the profiler's end
+                self.optimizer.receive()  # takes with it, a second time, what the end has freed
             self.profiler.stop()
 
     def __exit__(self, kind, error, traceback) -> None:
