@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from zero1_helpers.analysis import step_seconds, temporal_breakdown
+from zero1_helpers.figures import schedule_diagram
 from zero1_helpers.link import parse_link
 from zero1_helpers.memory_math import predict
 from zero1_helpers.partition import Flat, by_bytes, by_count
@@ -91,6 +92,13 @@ def test_variants_differ_in_speed_and_not_in_what_they_learn(recorded, preset):
     if preset == "small":  # pure bf16 rounds away what order of summation changes
         last = [run.record["losses"][-1] for run in runs.values()]
         assert max(last) - min(last) < 1e-4
+
+
+def test_a_schedule_names_the_collectives_that_were_used(recorded):
+    flat, overlap = (schedule_diagram(recorded["small"][name]).alt_text for name in ("flat", "zero1-overlap"))
+    assert "reduce-scatter" in flat and "all-gather" in flat
+    assert "all-reduce" not in flat and "broadcast" not in flat
+    assert "all-reduce" in overlap and "broadcast" in overlap and "all-gather" not in overlap
 
 
 def test_the_posts_order_on_the_emulated_link(recorded):

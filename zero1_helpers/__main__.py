@@ -96,8 +96,9 @@ def parse(argv):
 def run_record(args) -> int:
     """Start the ranks; or be one of them, when torchrun started this process."""
     from .link import parse_link
+    from .memory_math import nbytes
     from .training import get_variant, join
-    from .workload import get_preset
+    from .workload import get_preset, meta_smol_model
 
     get_variant(args.variant)
     get_preset(args.preset)
@@ -113,7 +114,7 @@ def run_record(args) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if args.link == "none":
+    if nbytes(meta_smol_model(args.preset).parameters()) > 2**29:
         # glibc: give a freed gradient back to the system at once. Kept in the heap, the gaps
         # between blocks of the full-size model took as much memory again. It costs time.
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1024 * 1024))

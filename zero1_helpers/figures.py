@@ -190,16 +190,23 @@ def schedule_diagram(run: Run, rank: int = 0, step: int = 2, theme: str = "light
         ax.set(xlim=(0, 1.005 * frame["end_ms"].max()), ylim=(len(kept) - 0.4, -0.6),
                xlabel="ms since the start of the backward pass")  # fmt: skip
         ax.grid(axis="x")
-        _legend(fig, [(kind, COLOURS[kind]) for kind in kinds])
-        last = {kind: frame.loc[frame["kind"] == kind, "end_ms"].max() for kind in kinds}
+        called = {kind: kind for kind in kinds} | _halves(run)
+        _legend(fig, [(called[kind], COLOURS[kind]) for kind in kinds])
+        last = {called[kind]: frame.loc[frame["kind"] == kind, "end_ms"].max() for kind in kinds}
         ends = ", ".join(f"{kind} {end:.1f} ms" for kind, end in last.items())
         some = f" {len(kept)} of {len(labels)} rows are drawn." if len(kept) < len(labels) else ""
         return _describe(
             fig, run.setting,
             f"{run.title}: measured intervals of step {step} on rank {rank}. The last of each "
             f"ends at: {ends}.{some}",
-            f"Timeline with one row each for {', '.join(kept)}, showing {', '.join(kinds)} as bars. "
+            f"Timeline with one row each for {', '.join(kept)}, showing {', '.join(last)} as bars. "
             f"The last of each ends at: {ends}.")  # fmt: skip
+
+
+def _halves(run: Run) -> dict[str, str]:
+    """What a run has in place of all-reduce and broadcast, if it sends gradients and parameters by slices."""
+    sliced = any(c["op"] == "reduce_scatter" for c in run.record["collectives"])
+    return {"all-reduce": "reduce-scatter", "broadcast": "all-gather"} if sliced else {}
 
 
 def before_and_after(before, after, names=("before", "after"), theme: str = "light") -> Figure:

@@ -446,9 +446,9 @@ from zero1_helpers import figures
 show(figures.schedule_diagram(run))
 
 # %% [markdown]
-# *all-reduce* stands for the reduce-scatter here, and *broadcast* for the all-gather: same role, same colour. On a CPU
-# gloo makes a reduce-scatter out of an all-reduce, so its time says nothing about half the volume. Bytes are counted by
-# the algorithm.
+# The reduce-scatter has the colour of the all-reduce elsewhere, and the all-gather that of the broadcast: the same roles. On
+# a CPU gloo makes a reduce-scatter out of an all-reduce, so its time says nothing about half the volume. Bytes are counted
+# by the algorithm.
 #
 # ## Picture: memory
 
