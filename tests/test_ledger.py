@@ -2,13 +2,14 @@
 
 import weakref
 
+import pandas as pd
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.contenders import torch_ddp, torch_fsdp2, torch_zero
 from zero1_helpers import phases
-from zero1_helpers.ledger import MARKER, MemoryLedger, Note, account, peaks
+from zero1_helpers.ledger import MARKER, MemoryLedger, Note, account, peaks, without_blips
 from zero1_helpers.memory_math import local, nbytes, predict, state_bytes
 from zero1_helpers.profiling import get_profiler, read_trace
 from zero1_helpers.runs import STATES, load_run
@@ -227,3 +228,15 @@ def test_cuda_blocks_are_rounded_as_its_allocator_does():
     ]
     memory = account(events, [Note(True, {0x1: ("params", 600)}, [])], cuda=True)
     assert total_at(memory, 9) == {"params": 1024, "other": 512}
+
+
+def test_blips_go_and_nothing_else():
+    rows = [(0, "params", 1_000_000), (1, "temporaries", 4_000), (2, "temporaries", 4), (3, "temporaries", -4),
+            (4, "temporaries", -4_000), (5, "temporaries", 100_000), (6, "temporaries", -100_000),
+            (7, "grads", 8), (8, "grads", -8), (9, "activations", 2_000_000), (10, "temporaries", 16),
+            (11, "temporaries", -16), (12, "temporaries", 8), (13, "grads", 4), (14, "temporaries", -8),
+            (15, "activations", -2_000_000)]  # fmt: skip
+    memory = pd.DataFrame(rows, columns=["time_us", "category", "delta"])
+    kept = without_blips(memory)
+    assert kept["time_us"].tolist() == [0, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]  # 10 and 11 are the peak
+    assert peaks(kept) == peaks(memory) and peaks(memory)["peak"] == 3_000_016

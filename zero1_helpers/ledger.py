@@ -206,3 +206,18 @@ def peaks(memory: pd.DataFrame) -> dict[str, int]:
 
     of = {c: most(memory[memory.category == c]) for c in (*STATES, "counters")}
     return of | {"peak": most(memory), "peak_states": most(memory[memory.category.isin(STATES)])}
+
+
+def without_blips(memory: pd.DataFrame, most: int = 64 * 1024) -> pd.DataFrame:
+    """Without temporaries of at most `most` bytes that the next event frees, unless they make the peak.
+
+    A CPU's attention takes and frees some for every head and example: most of the events of a large batch.
+    """
+    peak = peaks(memory)["peak"]
+    while True:
+        change, passing = memory["delta"], memory["category"] == "temporaries"
+        blip = passing & change.between(1, most) & (change.shift(-1) == -change)
+        blip &= passing.shift(-1, fill_value=False) & (change.cumsum() < peak)
+        if not blip.any():
+            return memory
+        memory = memory[~(blip | blip.shift(fill_value=False))]

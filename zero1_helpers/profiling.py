@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 from . import link, phases, runs
-from .ledger import MemoryLedger, account, peaks
+from .ledger import MemoryLedger, account, peaks, without_blips
 from .memory_math import RING_FACTOR, bytes_sent, nbytes, predict
 from .partition import by_bytes
 from .workload import COMMON_SEED, describe_model
@@ -126,7 +126,9 @@ class RunProfiler:
                 old.unlink(missing_ok=True)
         dist.barrier()
         raw = trace if self.keep_raw else None
-        runs.save_rank(self.folder, rank, runs.lane_view(self._on_the_link(trace), base), memory, raw)
+        runs.save_rank(
+            self.folder, rank, runs.lane_view(self._on_the_link(trace), base), without_blips(memory), raw
+        )
         losses = [sum(at_step) / world_size for at_step in zip(*gather(self.losses), strict=True)]
         measured = {
             "format": runs.FORMAT,

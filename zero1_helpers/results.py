@@ -6,7 +6,7 @@ from numbers import Integral
 import pandas as pd
 
 from .analysis import comm_comp_overlap, step_seconds, temporal_breakdown
-from .runs import Run
+from .runs import Run, setting_of
 from .training import VARIANTS
 
 # SmolLM2-360M, pure bf16, Adam, 4 GPUs, batch 16, 4 steps. Memory in GB, times in percent. The post
@@ -93,12 +93,12 @@ def _cell(value, digits: int) -> str:
 
 def report(runs: Iterable[Run]) -> str:
     """A table for each setting (preset, machine, date) among the runs, then the post's; Markdown."""
-    by_setting: dict[str, list[Run]] = {}
+    by_conditions: dict[tuple, list[Run]] = {}
     for run in runs:
-        by_setting.setdefault(run.setting, []).append(run)
+        by_conditions.setdefault(run.conditions, []).append(run)
     parts = []
-    for setting, alike in by_setting.items():
-        steps = alike[0].record["steps"]
+    for alike in by_conditions.values():
+        steps, setting = alike[0].record["steps"], setting_of(alike)
         parts.append(
             f"Measured, {steps} steps, memory of the fullest rank, times as the mean over ranks.\n{setting}\n"
         )

@@ -109,6 +109,14 @@ class Run:
         """Hardware, ranks, backend, link, date: what a number means nothing without."""
         return setting_of([self])
 
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """The parts of `setting` that runs must share to be compared."""
+        r = self.record
+        ranks = "1 rank" if r["world_size"] == 1 else f"{r['world_size']} ranks"
+        link = "no emulated link" if r["link"] == "none" else f"emulated link {r['link']}"
+        return (r["hardware"], ranks, r["backend"], link, r["preset"], r["date"])
+
     def _known(self, rank: int) -> int:
         if rank not in self.traces:
             raise RunError(f"{self.folder}: no rank {rank}; it has 0 to {self.world_size - 1}")
@@ -118,18 +126,8 @@ class Run:
 def setting_of(runs: Iterable[Run]) -> str:
     """What runs share; where they differ, all that occurs. Of operations that were late, the worst share."""
     runs = list(runs)
-    rows = [
-        (
-            r["hardware"],
-            "1 rank" if r["world_size"] == 1 else f"{r['world_size']} ranks",
-            r["backend"],
-            "no emulated link" if r["link"] == "none" else f"emulated link {r['link']}",
-            r["preset"],
-            r["date"],
-        )
-        for r in (run.record for run in runs)
-    ]
-    parts = [" / ".join(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
+    columns = zip(*(run.conditions for run in runs), strict=True)
+    parts = [" / ".join(dict.fromkeys(column)) for column in columns]
     if (late := max(run.record.get("late_share", 0) for run in runs)) > TOLERATED_LATE:
         upto = "up to " if len(runs) > 1 else ""
         parts[3] += f" ({upto}{late:.0%} of the operations took gloo longer)"
