@@ -231,12 +231,16 @@ def test_cuda_blocks_are_rounded_as_its_allocator_does():
 
 
 def test_blips_go_and_nothing_else():
-    rows = [(0, "params", 1_000_000), (1, "temporaries", 4_000), (2, "temporaries", 4), (3, "temporaries", -4),
-            (4, "temporaries", -4_000), (5, "temporaries", 100_000), (6, "temporaries", -100_000),
-            (7, "grads", 8), (8, "grads", -8), (9, "activations", 2_000_000), (10, "temporaries", 16),
-            (11, "temporaries", -16), (12, "temporaries", 8), (13, "grads", 4), (14, "temporaries", -8),
-            (15, "activations", -2_000_000)]  # fmt: skip
+    changes = [
+        ("params", 1_000_000),
+        *(("temporaries", change) for change in (4_000, 4, -4, -4_000)),  # one in another: both go
+        *(("temporaries", change) for change in (100_000, -100_000)),  # large
+        ("grads", 8), ("grads", -8),
+        ("activations", 2_000_000), ("temporaries", 16), ("temporaries", -16),  # the peak
+        ("temporaries", 8), ("grads", 4), ("temporaries", -8), ("activations", -2_000_000),
+    ]  # fmt: skip
+    rows = [(at, *change) for at, change in enumerate(changes)]
     memory = pd.DataFrame(rows, columns=["time_us", "category", "delta"])
     kept = without_blips(memory)
-    assert kept["time_us"].tolist() == [0, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]  # 10 and 11 are the peak
+    assert kept["time_us"].tolist() == [0, *range(5, 16)]  # 10 is the peak
     assert peaks(kept) == peaks(memory) and peaks(memory)["peak"] == 3_000_016

@@ -101,15 +101,19 @@ def test_a_schedule_names_the_collectives_that_were_used(recorded):
     assert "all-reduce" in overlap and "broadcast" in overlap and "all-gather" not in overlap
 
 
-def test_the_posts_order_on_the_emulated_link(recorded):
-    """ZeRO-1 exposes more communication than the baseline, and each step after it less than the one before;
-    the overlapped class comes down to what the post has where the baseline shows the post's 16 %."""
-    table = results_table(recorded["small"].values())
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_posts_order_on_the_emulated_link(recorded, preset):
+    """ZeRO-1 exposes more communication than the baseline, each step after it less than the one before."""
+    table = results_table(recorded[preset].values())
     ddp, *falling = table.loc[["ddp", "zero1", "zero1-async", "zero1-bucket", "zero1-overlap"],
                               "non_compute_pct"]  # fmt: skip
-    assert 14 < ddp < 18
+    assert 14 < ddp < 19  # the post's baseline: 16
     assert ddp < falling[0] and falling == sorted(falling, reverse=True)
     assert table.loc["zero1", "step_s"] > table.loc["ddp", "step_s"]
+
+
+def test_the_overlapped_class_comes_down_to_what_the_post_has(recorded):
+    table = results_table(recorded["small"].values())
     assert table.loc["zero1-overlap", "non_compute_pct"] <= 7
     assert table.loc["zero1-overlap", "overlap_pct"] >= 87
 

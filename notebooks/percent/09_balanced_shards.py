@@ -97,14 +97,25 @@ assert memory["peak_states"][0] - memory["peak_states"][1] == memory["opt_state"
 
 # %% [markdown]
 # What rank 0 has in excess of the others goes straight into the peak of its states; on the other ranks as much memory
-# stays empty. The whole peak is apart by even more. While Adam steps a tensor, it needs scratch of that tensor's size, and
-# rank 0 has the largest tensor as well:
+# stays empty. (*peak* is that of everything; with this batch, activations make it.) And stepping is apart by even more.
+# While Adam steps a tensor, it needs scratch of that tensor's size, and rank 0 has the largest tensor as well:
 
 # %%
 # %%local
-scratch = (memory["peak"] - memory["peak_states"]) / (2 * max(sizes))  # in embeddings, of 2 B an element
-print("peak above the states, in embeddings:", scratch.round(2).to_list())
-assert scratch[0] > 1 > 5 * scratch[1:].max()
+from zero1_helpers.analysis import get_memory_timeline, spans
+
+
+def most_scratch(run, rank):
+    timeline, marks = get_memory_timeline(run, rank), spans(run, rank)
+    steps = marks[marks["name"] == "step"].itertuples()
+    stepping = sum(timeline["time_ms"].between(step.start_ms, step.end_ms) for step in steps) > 0
+    return timeline.loc[stepping, "temporaries"].max()
+
+# %%
+# %%local
+scratch = [most_scratch(full["zero1"], rank) / (2 * max(sizes)) for rank in range(4)]  # an embedding is 1
+print("most scratch while stepping, in embeddings:", [f"{s:.2f}" for s in scratch])
+assert scratch[0] > 1 > 5 * max(scratch[1:])
 
 # %% [markdown]
 # All of it is memory that somebody must have on *every* GPU, since nobody buys them in two sizes.
