@@ -63,6 +63,16 @@ def test_every_figure_is_described_and_has_one_width(name, run):
         ONE[name](run, theme="pink")
 
 
+def test_a_long_setting_is_not_cut_off(tmp_path):
+    run = load_run(make_run(tmp_path, hardware="x86_64 CPU, 64 cores", link="400 MB/s + 6 ms",
+                            late_share=0.48, preset="smollm2-360m"))  # fmt: skip
+    for fig in (figures.memory_timeline(run), figures.comparison([run, run])):
+        assert any("took gloo longer" in text.get_text() for text in fig.texts)
+        for text in fig.texts:
+            box = text.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= figures.WIDTH * figures.DPI
+
+
 @pytest.mark.parametrize("name", ["memory", "comparison"])
 def test_same_input_same_bytes_whatever_the_users_settings(name, run, folder):
     once = [figures.render(ONE[name](run), kind) for kind in ("svg", "png")]

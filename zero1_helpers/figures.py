@@ -386,7 +386,9 @@ def _canvas(height: float, title: str, subtitle: str, setting: str, left=MARGIN[
     fig.text(0.16 / WIDTH, 1 - 0.16 / height, title, size=12, weight="bold", va="top")
     fig.text(1 - 0.16 / WIDTH, 1 - 0.19 / height, subtitle, size=9, va="top", ha="right",
              color=muted)  # fmt: skip
-    fig.text(0.16 / WIDTH, 0.13 / height, setting, size=7, color=muted)
+    line = fig.text(0.16 / WIDTH, 0.13 / height, setting, size=7, color=muted)
+    room = (WIDTH - 0.32) * DPI / line.get_window_extent().width
+    line.set_size(7 * min(1, room))  # a long one is set smaller, not cut off
     ax = fig.add_axes((left / WIDTH, MARGIN["bottom"] / height,
                        1 - (left + MARGIN["right"]) / WIDTH,
                        1 - (MARGIN["top"] + MARGIN["bottom"]) / height))  # fmt: skip
