@@ -326,39 +326,6 @@ def test_whatever_reads_a_parameter_waits_for_it(ranks):
     ranks(read, 2)
 
 
-class Order(list):
-    def enter(self, name, index):
-        self.append((name, index))
-
-    def leave(self, name, index): ...
-    def announce(self, category, tensors): ...
-
-
-def gathered(rank, world_size, step_in_backward):
-    wrapped, optimizer = pair(make(MLP), torch.optim.SGD, cap=0, first=0, lazy_gather=True,
-                              step_in_backward=step_in_backward)  # fmt: skip
-    train(wrapped, optimizer, rank, world_size, steps=range(1))
-    phases.listeners.append(order := Order())
-    x, y = data(1, world_size)
-    loss_of(wrapped, x[rank], y[rank]).backward()
-    order.append(("backward ends", None))
-    optimizer.step()
-    phases.listeners.remove(order)
-    waiting = {type(p) for p in optimizer.params}
-    end = order.index(("backward ends", None))
-    behind, after = ([i for name, i in part if name == "gather"] for part in (order[:end], order[end:]))
-    return behind, after, waiting == {flat_bucket.Arriving}
-
-
-def test_a_third_of_the_lazy_gathers_starts_in_backward(ranks):
-    for behind, after, all_guarded in ranks(gathered, 2, True):
-        assert all_guarded and len(behind) >= 2
-        assert behind == list(range((len(behind) + len(after)) // 3))
-        assert after == list(reversed(range(len(behind), len(behind) + len(after))))
-    for behind, after, all_guarded in ranks(gathered, 2, False):
-        assert all_guarded and not behind and after == list(reversed(range(len(after))))
-
-
 def profiled(rank, world_size, folder):
     wrapped, optimizer = pair(make(MLP), lazy_gather=True)
     x, y = data(0, world_size)

@@ -50,10 +50,8 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
     SimpleDDPBucketAsync runs unchanged. With `step_in_backward=False` all steps are made by
     `optimizer.step()`: for clipping by the global norm, for GradScaler, and for a model in which
     backward reads a parameter whose own gradient is complete (autograd raises otherwise).
-    With `lazy_gather=True` all-gathers run behind the next forward, too; what reads a parameter waits for
-    it, see `Arriving`. Forward is a third of computing, so it gets a third of what is sent: the gathers of
-    the first third of the buckets, which forward needs last, start in backward as before. The others start
-    when all is stepped, in the order in which forward needs them.
+    With `lazy_gather=True` the all-gathers start when all is stepped, in the order in which forward
+    needs them, and run behind the next forward; what reads a parameter waits for it, see `Arriving`.
     """
 
     def __init__(self, model, zero1_optimizer: "FlatShardedOptimizer", *, lag: int = 1,
@@ -120,8 +118,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
 
     def _step(self, bucket: FlatBucket) -> None:
         self.zero1_optimizer.step_bucket(bucket)
-        in_backward = self.step_in_backward and bucket.index < len(self.buckets) // 3
-        if in_backward or not self.lazy_gather:
+        if not self.lazy_gather:
             self.zero1_optimizer.gather_bucket(bucket)
 
     def wait_for_gradients(self) -> None:
@@ -145,7 +142,6 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
                 for bucket in reversed(self.buckets):
                     if bucket.is_ahead:
                         self.zero1_optimizer.gather_bucket(bucket)
-                    if bucket.gather is not None:
                         bucket.guard()
             else:
                 self.zero1_optimizer.receive()

@@ -628,10 +628,8 @@ print(kinds[0], "-> read ->", kinds[1])
 assert [kind for kind, _ in kinds] == ["Arriving", "Parameter"]
 
 # %% [markdown]
-# In what order? Forward is about a third of computing, and the gathers are half of what is sent. Kept for forward, all of
-# them, they would crowd the link there and leave it idle in backward. So the first third of the buckets is gathered behind
-# backward: forward needs those parameters last. It begins with the ones that backward finished last, so when all is
-# stepped, the others leave in reverse:
+# In what order? Forward begins with the parameters that backward finished last. So when all is stepped, the gathers
+# leave in reverse:
 
 # %%
 optimizer.receive()
@@ -640,7 +638,7 @@ phases.listeners.append(diary := Diary())
 train_flat(wrapped, optimizer, steps=1)
 phases.listeners.remove(diary)
 print(", ".join(diary))  # "receive" is the phase around the gathers
-assert [entry for entry in diary if entry.startswith("gather")] == ["gather 0", "gather 2", "gather 1"]
+assert [entry for entry in diary if entry.startswith("gather")] == ["gather 2", "gather 1", "gather 0"]
 
 # %% [markdown]
 # One thing cannot be guarded: an alias made before (`w = p.data`) is an ordinary tensor, and reads whatever is there. That
