@@ -293,7 +293,8 @@ In forward only `flat-lazy` has something to send. The others leave the link idl
 where communication is the longer, that much they are above their floor at best."""
 ABOUT = """\
 Medians of {0.rounds} rounds of {0.steps} steps after one that is not timed, contenders interleaved. Links are
-emulated; `none` is gloo at its own pace, on the cores that also compute. *Late* is the share of
+emulated; `none` is gloo at its own pace, on the cores that also compute. A reduce-scatter is an all-to-all
+and a sum here, also without a link: gloo's own, a whole all-reduce, costs more. *Late* is the share of
 collectives that gloo ended after the link's time. *Exposed* is a step less the step that only computes.
 *Of the floor*: no step is shorter than the longer of computing and of its own collectives on the link.
 *Sent* and *state* are those of the fullest rank; so are the peaks of a step by category, and *peak*, that

@@ -164,10 +164,10 @@ for thread in threads: thread.join()""").text
     assert "from a hook" in run("(2 * x).sum().backward()").text
 
 
-def test_a_long_cell_shows_life_and_saves_only_its_output(run):
+def test_a_long_cell_shows_life_and_saves_only_its_output(run, tmp_path):
     seen = []
     cell = "import time, os\nprint('begun')\nwhile not os.path.exists(flag): time.sleep(0.02)"
-    flag = f"/tmp/zero1-test-{os.getpid()}"
+    flag = str(tmp_path / "go on")
     run(f"flag = {flag!r}")
 
     def meanwhile(text):
@@ -175,10 +175,7 @@ def test_a_long_cell_shows_life_and_saves_only_its_output(run):
         if "running for" in text:
             open(flag, "w").close()
 
-    try:
-        assert run(cell, meanwhile).text == "ranks 0, 1: begun\n"
-    finally:
-        os.remove(flag)
+    assert run(cell, meanwhile).text == "ranks 0, 1: begun\n"
     assert any(re.search(r"ranks 0, 1: begun\n\.\.\. running for \d+ s\n    ranks 0, 1: in its cell "
                          r"\(cell \d+, line 3\)\n", text) for text in seen)
 
@@ -261,8 +258,8 @@ def test_status(kernel, run):
     assert "PID" in run("%dist_debug").text
 
 
-def test_status_while_a_cell_runs(kernel, run):
-    flag = f"/tmp/zero1-test-{os.getpid()}"
+def test_status_while_a_cell_runs(kernel, run, tmp_path):
+    flag = str(tmp_path / "go on")
     cell = f"""import os, time
 x = torch.ones(1)
 if rank == 0:
@@ -279,7 +276,6 @@ if rank == 1: dist.all_reduce(x)"""
     finally:
         open(flag, "w").close()
         kernel.wait_for(answer)
-        os.remove(flag)
     rank_0, rank_1 = text.splitlines()
     running = r"running cell (\d+) for \d+ s, "
     assert re.match(rf"rank 0: {running}waiting in all_reduce \(cell \1, line 4\), pid", rank_0)
