@@ -26,7 +26,7 @@ def post(tmp_path_factory):
 def test_there_is_a_page_for_each_part_and_an_index(post):
     assert sorted(path.stem for path in post.glob("*.html")) == [*PARTS, "index"]
     for path in post.rglob("*.html"):
-        assert path.stat().st_size < (300_000 if path.parent == post else 4_000_000), path
+        assert path.stat().st_size < (200_000 if path.parent == post else 4_000_000), path
 
 
 def test_every_picture_has_alt_text_and_a_caption(post):

@@ -40,6 +40,7 @@ LONG = 12  # lines of code; more are folded
 CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
 MATH = re.compile(r"\$\$(.+?)\$\$|(?<![\\$])\$(?!\s)([^$\n]+?)(?<!\s)\$", re.DOTALL)
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PLAIN = re.compile(r'<span class="(?:n|nx|p|pm|w)">([^<]*)</span>')  # tokens that both themes leave as text is
 CAPTION = re.compile(r"\*([^*].*)\*", re.DOTALL)
 
 
@@ -202,7 +203,7 @@ def page(title: str, body: str, nav: str) -> bytes:
         )
         for key, style in styles.items()
     }
-    parts |= {"TITLE": html.escape(title), "BODY": body, "NAV": nav}
+    parts |= {"TITLE": html.escape(title), "BODY": PLAIN.sub(r"\1", body), "NAV": nav}
     return re.sub(r"__([A-Z]+)__", lambda found: parts[found[1]], TEMPLATE.read_text()).encode()
 
 

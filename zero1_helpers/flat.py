@@ -50,8 +50,9 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
     SimpleDDPBucketAsync runs unchanged. With `step_in_backward=False` all steps are made by
     `optimizer.step()`: for clipping by the global norm, for GradScaler, and for a model in which
     backward reads a parameter whose own gradient is complete (autograd raises otherwise).
-    With `lazy_gather=True` the all-gathers start when all is stepped, in the order in which forward
-    needs them, and run behind the next forward; what reads a parameter waits for it, see `Arriving`.
+    With `lazy_gather=True` every second all-gather waits until all is stepped. They then start in the order
+    in which forward needs them and run behind the next one; what reads a parameter waits for it, see
+    `Arriving`. Every second: backward, two thirds of computing, has the reduce-scatters to hide as well.
     """
 
     def __init__(self, model, zero1_optimizer: "FlatShardedOptimizer", *, lag: int = 1,
@@ -118,7 +119,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
 
     def _step(self, bucket: FlatBucket) -> None:
         self.zero1_optimizer.step_bucket(bucket)
-        if not self.lazy_gather:
+        if not self.lazy_gather or (self.step_in_backward and bucket.index % 2):
             self.zero1_optimizer.gather_bucket(bucket)
 
     def wait_for_gradients(self) -> None:
@@ -142,7 +143,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
                 for bucket in reversed(self.buckets):
                     if bucket.is_ahead:
                         self.zero1_optimizer.gather_bucket(bucket)
-                        bucket.guard()
+                    bucket.guard()
             else:
                 self.zero1_optimizer.receive()
         if self._side_stream is not None and not self.lazy_gather:

@@ -247,6 +247,8 @@ class FlatBucket(FlatPieces):
                     del p.arrives_in
 
     def guard(self) -> None:
+        if self.gather is None:
+            return
         if any(type(p) not in (nn.Parameter, Arriving) for p in self.params):
             return self.receive_parameters()  # of a class of its own: cannot be guarded
         for p in self.params:
