@@ -1,5 +1,6 @@
 # The doors of the project; `make` alone lists them.
 # Another Python: make run PYTHON=python3.12    More for pytest or lab: make test ARGS="-k parity"
+# With DeepSpeed to compare with: make run EXTRAS=deepspeed
 
 PYTHON        ?= python3
 RECORD_PRESET ?= small
@@ -8,10 +9,11 @@ RECORD_ARGS   ?= --link '62MB/s + 7ms' --batch-size 80
 RANKS         ?= 4
 PARTS         ?= *
 ARGS          ?=
+EXTRAS        ?=
 
 PY    := .venv/bin/python
 # The stamp's name holds this folder, so that a moved or copied checkout installs itself anew.
-STAMP := .venv/.installed$(subst /,-,$(CURDIR))
+STAMP := .venv/.installed$(EXTRAS)$(subst /,-,$(CURDIR))
 
 # Kernels come from .venv, not from the home folder; pip's --user has no place in an environment.
 export JUPYTER_PREFER_ENV_PATH := 1
@@ -44,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; }
 	@echo "Installing the package and the versions of constraints.txt into .venv ..." \
 	  "(minutes, the first time)"
-	@$(PY) -m pip install -qq -e . -c constraints.txt
+	@$(PY) -m pip install -qq -e ".$(if $(EXTRAS),[$(EXTRAS)])" -c constraints.txt
 	@rm -f .venv/.installed* && touch $(STAMP)
 
 run: $(STAMP)
@@ -68,7 +70,7 @@ post: $(STAMP)
 	@$(PY) tools/make_post.py --out build/post --only "$(PARTS)" $(ARGS)
 
 record: $(STAMP)
-	@variants=`$(PY) -c 'from zero1_helpers.training import VARIANTS; print(*VARIANTS)'` && \
+	@variants=`$(PY) -c 'from zero1_helpers.training import variants_of; print(*variants_of("$(RECORD_PRESET)"))'` && \
 	for variant in $$variants; do echo "Recording $(RECORD_PRESET), $$variant ..."; \
 	  $(PY) -m zero1_helpers record --variant $$variant --preset $(RECORD_PRESET) \
 	    --ranks $(RANKS) --steps 4 $(RECORD_ARGS) --out traces/$(RECORD_PRESET)/$$variant || exit 1; done

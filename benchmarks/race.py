@@ -34,7 +34,7 @@ from torch import nn
 from zero1_helpers import FlatShardedOptimizer, get_profiler, get_smol_model
 from zero1_helpers.figures import THEMES
 from zero1_helpers.link import Link, emulate, lane, late_share, parse_link
-from zero1_helpers.memory_math import bytes_sent
+from zero1_helpers.memory_math import bytes_sent, state_bytes
 from zero1_helpers.phases import phase
 from zero1_helpers.profiling import gather
 from zero1_helpers.runs import load_run
@@ -109,13 +109,10 @@ class Racer:
         self.train(1)
         lane.log = None
         sent = sum(bytes_sent(p.op, p.size, dist.get_world_size()) for p in log)
-        states = getattr(self.optimizer, "optim", self.optimizer).state.values()
-        held = [getattr(v, "_local_tensor", v) for s in states for k, v in s.items() if k != "step"]
-        state = sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor))
         return {
             "sent_mb": max(gather(sent)) / 1e6,
             "collectives": len(log),
-            "state_mb": max(gather(state)) / 1e6,
+            "state_mb": max(gather(state_bytes(self.optimizer)[0])) / 1e6,
         }
 
 
@@ -290,7 +287,8 @@ PICTURE = """\
 </picture>"""
 NO_SENDING_IN_FORWARD = """\
 In forward only `flat-lazy` has something to send. The others leave the link idle for that third of computing:
-where communication is the longer, that much they are above their floor at best."""
+where communication is the longer, that much they are above their floor at best. Without a link nothing can
+hide: the cores that compute also carry, and a class pays for whatever it copies or calls more often."""
 ABOUT = """\
 Medians of {0.rounds} rounds of {0.steps} steps after one that is not timed, contenders interleaved. Links are
 emulated; `none` is gloo at its own pace, on the cores that also compute. A reduce-scatter is an all-to-all

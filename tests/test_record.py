@@ -225,7 +225,8 @@ def test_a_rank_that_fails_is_said_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["record", "--variant", "zero3"], "unknown variant 'zero3'; choose one of ddp, zero1,"),
+        (["record", "--variant", "zero3"], "unknown variant 'zero3'; tiny can be trained by ddp, zero1,"),
+        (["record", "--variant", "flat-master", "--preset", "small"], "'flat-master'; small can be"),
         (["record", "--variant", "ddp", "--preset", "huge"], "unknown preset 'huge'"),
         (["record", "--variant", "ddp", "--ranks", "0"], "are 1 or more"),
         (["record", "--variant", "ddp", "--out", "FOREIGN"], "is not a run, and not empty"),

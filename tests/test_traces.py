@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from zero1_helpers.analysis import step_seconds, temporal_breakdown
 from zero1_helpers.figures import schedule_diagram
@@ -12,7 +13,7 @@ from zero1_helpers.partition import Flat, by_bytes, by_count
 from zero1_helpers.plan import Network, Workload, plan
 from zero1_helpers.results import MARKS, report, results_table
 from zero1_helpers.runs import find_runs, load_run
-from zero1_helpers.training import VARIANTS
+from zero1_helpers.training import MASTER, variants_of
 from zero1_helpers.workload import PRESETS as PRESET_SIZES
 from zero1_helpers.workload import meta_smol_model
 
@@ -33,7 +34,7 @@ def recorded():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_variant_is_recorded_on_four_ranks(recorded, preset):
-    assert set(recorded[preset]) == set(VARIANTS), f"run `make record RECORD_PRESET={preset}`"
+    assert set(recorded[preset]) == set(variants_of(preset)), f"run `make record RECORD_PRESET={preset}`"
     for run in recorded[preset].values():
         assert (run.world_size, run.record["steps"]) == (4, 4)
         assert run.record["backend"] == "gloo" and run.record["link"] != "none"
@@ -42,8 +43,6 @@ def test_every_variant_is_recorded_on_four_ranks(recorded, preset):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bytes_of_state_are_the_prediction_made_now(recorded, preset):
-    import torch
-
     model = meta_smol_model(preset)
     for name, partition in PARTITIONS.items():
         if partition is Flat:
@@ -79,6 +78,22 @@ def test_the_overlapped_class_holds_far_less_at_its_peak(recorded):
     assert mean["zero1-overlap"] < 0.8 * min(others)
     assert max(states("flat")) <= 1.363e9
     assert max(states("flat")) < min(states("zero1-overlap"))
+
+
+def test_master_weights_cost_eight_bytes_a_parameter_divided_by_the_ranks(recorded):
+    runs = recorded["smollm2-360m"]
+    psi = runs["flat"].record["model"]["parameters"]
+    memory, plain = (runs[name].record["memory"] for name in (MASTER.name, "flat"))
+    model, cap = meta_smol_model("smollm2-360m"), PRESET_SIZES["smollm2-360m"].bucket_cap_mb
+    predicted = predict(model, torch.optim.Adam, 4, Flat(cap, master_dtype=torch.float32))
+    for rank, measured in zip(predicted, memory, strict=True):
+        assert (measured["params"], measured["opt_state"]) == (rank.params, rank.opt_state)
+        assert measured["peak_states"] <= rank.total
+    assert sum(rank["opt_state"] for rank in memory) == 12 * psi
+    more = max(rank["peak_states"] for rank in memory) - max(rank["peak_states"] for rank in plain)
+    assert more == pytest.approx(8 * psi / 4, rel=0.1)
+    sent = [sum(c["bytes_sent"] for c in runs[name].record["collectives"]) for name in (MASTER.name, "flat")]
+    assert sent[0] == sent[1]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -40,7 +40,7 @@ LONG = 12  # lines of code; more are folded
 CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
 MATH = re.compile(r"\$\$(.+?)\$\$|(?<![\\$])\$(?!\s)([^$\n]+?)(?<!\s)\$", re.DOTALL)
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PLAIN = re.compile(r'<span class="(?:n|nx|p|pm|w)">([^<]*)</span>')  # tokens that both themes leave as text is
+PLAIN = re.compile(r'<span class="(?:n|nx|p|pm|w)">([^<]*)</span>')  # drawn as plain text in both themes
 CAPTION = re.compile(r"\*([^*].*)\*", re.DOTALL)
 
 

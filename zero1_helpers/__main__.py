@@ -98,10 +98,9 @@ def run_record(args) -> int:
     from .link import parse_link
     from .memory_math import nbytes
     from .training import get_variant, join
-    from .workload import get_preset, meta_smol_model
+    from .workload import meta_smol_model
 
-    get_variant(args.variant)
-    get_preset(args.preset)
+    get_variant(args.variant, args.preset)
     if args.link != "auto":
         parse_link(args.link)
     if args.ranks < 1 or args.steps < 1 or (args.batch_size or 1) < 1:

@@ -123,9 +123,11 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def state_entries(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-    """(key, tensor) of all state that an optimizer holds on this rank now."""
+    """(key, tensor) of all state that an optimizer holds on this rank now, DeepSpeed's fp32 copy included."""
     states = unwrapped(optimizer).state.values()
-    return [(k, v) for s in states for k, v in s.items() if isinstance(v, Tensor)]
+    copies = getattr(optimizer, "single_partition_of_fp32_groups", [])
+    return [(k, v) for s in [*states, *({"master_param": c} for c in copies)]
+            for k, v in s.items() if isinstance(v, Tensor)]  # fmt: skip
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
@@ -213,7 +215,7 @@ def _predict_flat(model, trainable, optimizer, world_size, partition, kwargs) ->
 
 def _state_of_each(params, shapes, dtypes, optimizer, kwargs) -> list[tuple[int, int]]:
     """(state, counters) bytes of each parameter, found by one step of a copy of it on the meta device."""
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, type):  # DeepSpeed's is no torch.optim.Optimizer
         cls = type(unwrapped(optimizer))
         settings = {
             p: {k: v for k, v in g.items() if k != "params"}

@@ -120,6 +120,11 @@ def flat(model, lr, bucket_cap_mb):
     return SimpleDDPReduceScatter(model, optimizer), optimizer
 
 
+def flat_master(model, lr, bucket_cap_mb):
+    optimizer = FlatShardedOptimizer(torch.optim.Adam, model, bucket_cap_mb, lr=lr, master_weights=True)
+    return SimpleDDPReduceScatter(model, optimizer), optimizer
+
+
 def zero1_balanced(model, lr, bucket_cap_mb):
     return SimpleDDP(model), ZeROOne(adam(model, lr), partition=by_bytes)
 
@@ -151,17 +156,30 @@ VARIANTS = {
 }
 
 
-def get_variant(name: str) -> Variant:
-    if name not in VARIANTS:
-        raise ValueError(f"unknown variant {name!r}; choose one of {', '.join(VARIANTS)}")
-    return VARIANTS[name]
+# Another training than the others': there is nothing to keep a master copy of in fp32.
+MASTER = Variant("flat-master", "Flat reduce-scatter, fp32 master weights", flat_master, flush_wait_step)
+
+
+def variants_of(preset: str | Preset | None = None) -> dict[str, Variant]:
+    """All that can be recorded of a preset."""
+    low = getattr(torch, get_preset(preset).dtype).itemsize < 4
+    return VARIANTS | ({MASTER.name: MASTER} if low else {})
+
+
+def get_variant(name: str, preset: str | Preset | None = None) -> Variant:
+    known = variants_of(preset)
+    if name not in known:
+        raise ValueError(
+            f"unknown variant {name!r}; {get_preset(preset).name} can be trained by {', '.join(known)}"
+        )
+    return known[name]
 
 
 def describe(variant: str, dataset, batch_size: int | None = None) -> dict:
     """What a profiler cannot know about a run, for get_profiler: variant, title, preset, data, seed."""
     return {
         "variant": variant,
-        "title": get_variant(variant).title,
+        "title": get_variant(variant, dataset.info.config_name).title,
         "preset": dataset.info.config_name,
         "seed": COMMON_SEED,
         "data": describe_data(dataset, batch_size),
@@ -209,7 +227,7 @@ def record(
 
     Called on every rank; writes the run into the folder `out` and returns this rank's losses.
     """
-    variant, preset = get_variant(variant), get_preset(preset)
+    variant, preset = get_variant(variant, preset), get_preset(preset)
     device = device or ("cuda" if dist.get_backend() == "nccl" else "cpu")
     batch_size = batch_size or preset.batch_size
     set_seed()

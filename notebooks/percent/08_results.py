@@ -243,7 +243,8 @@ assert not rates or measured[50, "flat"] < measured[50, "zero1"], "2 of 3 parts 
 # `traces/smollm2-360m` holds recorded runs of the post's model at its full size, in pure bf16, on four ranks without a
 # GPU, with random weights. Memory is a matter of shapes. Time is not: the link was chosen as for the small model, so that the
 # baseline communicates for about the post's share of a step, and seconds are a CPU's. (Gloo itself takes longer than this
-# link for many of the large buckets, beside the computing; the line under the table says how many.)
+# link for many of the large buckets, beside the computing; the line under the table says how many.) The last row is another
+# training: fp32 master weights, the subject of notebook 11.
 
 # %%
 # %%local

@@ -350,7 +350,26 @@ for seen, predicted in zip(recorded.record["memory"], recorded.record["predicted
     assert 0 <= seen["opt_state"] - predicted["opt_state"] <= rounding
 
 # %% [markdown]
-# Against the post's recipe, pure bf16 with $K = 4$: what do fp32 master weights cost per rank, in bytes per parameter?
+# And the same at the real size, from the recorded runs of SmolLM2-360M. On one rank mixed precision would hold $16\Psi$. Here
+# gradients live in buckets only, so the peak is below $4\Psi + 12\Psi/N$:
+
+# %%
+# %%local
+full = {name: load_run(f"../traces/smollm2-360m/{name}") for name in ("ddp", "flat", "flat-master")}
+psi = full["ddp"].record["model"]["parameters"]
+states = {name: max(rank["peak_states"] for rank in run.record["memory"]) for name, run in full.items()}
+for name, most in states.items():
+    print(f"{name:12} {most / 1e6:7,.1f} MB on the fullest rank, {most / psi:.2f} Ψ")
+print(f"mixed precision by formula: unsharded {16 * psi / 1e6:,.1f} MB, on 4 ranks {7 * psi / 1e6:,.1f} MB")
+assert sum(rank["opt_state"] for rank in full["flat-master"].record["memory"]) == 12 * psi
+assert states["flat"] < states["flat-master"] < min(7 * psi, states["ddp"])
+
+# %%
+# %%local
+show(memory_timeline(full["flat-master"]))
+
+# %% [markdown]
+# With fp32 master weights a rank holds less than plain DDP does without them. Against the post's recipe, pure bf16 with $K = 4$: what do fp32 master weights cost per rank, in bytes per parameter?
 
 # %%
 # %%local

@@ -16,7 +16,7 @@
 # ## Predict
 #
 # Five ways to train: this series' overlapped class and its flat one, torch's DDP with a whole Adam, DDP with torch's
-# ZeRO-1, and FSDP2.
+# ZeRO-1, and FSDP2. (Where DeepSpeed is installed, six.)
 #
 # 1. Four steps in float64, each rank with data of its own. How far are the five from one process with all the data?
 # 2. Which of them send more than plain DDP does?
@@ -125,12 +125,12 @@ def one_process(optimizer_cls, dtype=torch.float64, **kwargs):
 # together.
 
 # %%
-def together(name, optimizer_cls, **kwargs):
+def together(name, optimizer_cls, dtype=torch.float64, **kwargs):
     build, after_backward = contenders[name]
-    model = mlp(6, 64, torch.float64)
+    model = mlp(6, 64, dtype)
     wrapped, optimizer = build(model, list(model)[::2], optimizer_cls, 0.1, **kwargs)
     for number in range(STEPS):
-        wrapped(batch(number, rank)).square().mean().backward()
+        wrapped(batch(number, rank).to(dtype)).square().mean().backward()
         after_backward(wrapped, optimizer)
     return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
 
@@ -164,46 +164,43 @@ assert worst.max().max() < 1e-9
 #
 # ## DeepSpeed
 #
-# DeepSpeed wraps model and optimizer in one call, and its engine takes over `backward` and `step`. It keeps a master
-# copy of this rank's share in fp32, so it is compared in fp32, and with a large `eps`, which tames Adam's answer to
-# rounding.
+# DeepSpeed wraps model and optimizer in one call. What comes back is an engine, which is called like the model, and
+# steps itself:
 
 # %%
-def deepspeed_stage1(rows, **kwargs):
-    import deepspeed
+# %%local
+from benchmarks.contenders import deepspeed_stage1, engine_step
 
-    model = mlp(6, 64, torch.float32)
-    optimizer = torch.optim.Adam(model.parameters(), **kwargs)
-    config = {"train_micro_batch_size_per_gpu": rows, "zero_optimization": {"stage": 1}}
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    for number in range(STEPS):
-        loss = engine(batch(number, rank, rows).float()).square().mean()
-        engine.backward(loss)
-        engine.step()
-    return list(model.parameters()), optimizer
-
-
-# %%
-from importlib.util import find_spec
-
-from zero1_helpers.memory_math import nbytes, state_bytes
-
-settings = {"lr": 0.01, "eps": 1e-3}
-if missing := find_spec("deepspeed") is None:
-    print("deepspeed is not installed here: deepspeed_stage1 was defined, and not run")
-
-# %%
-if not missing:
-    found, optimizer = deepspeed_stage1(8, **settings)
-    share = state_bytes(optimizer)[0] / (2 * nbytes(found))
-    print(f"a rank holds {share:.1%} of Adam's state")
-    assert distance(found, one_process(torch.optim.Adam, torch.float32, **settings)) < 1e-5
-    assert abs(share - 1 / world_size) < 1e-3
+show_source(deepspeed_stage1, engine_step)
 
 # %% [markdown]
-# DeepSpeed is no dependency of this project. Where it is missing the cell says so, and nothing of it was run. (It was
-# tried with DeepSpeed 0.19.8, four ranks on a CPU: within the bound above, and a quarter of the state on each rank.)
-#
+# DeepSpeed is no dependency of this project; `make install EXTRAS=deepspeed` installs it, too. Where it is missing, the
+# tables below have a row less.
+
+# %%
+from importlib.metadata import version
+from importlib.util import find_spec
+
+from benchmarks.contenders import deepspeed_stage1, engine_step
+
+if installed := find_spec("deepspeed") is not None:
+    contenders["deepspeed"] = (deepspeed_stage1, engine_step)
+print("DeepSpeed", version("deepspeed") if installed else "is not installed here, and not run")
+
+# %% [markdown]
+# It keeps a master copy of this rank's share in fp32, so it is compared in fp32, and with a large `eps`, which tames
+# Adam's answer to rounding. (Without the word about clipping in its settings the comparison of losses below would fail:
+# these gradients are small, a language model's are not.)
+
+# %%
+settings = {"lr": 0.01, "eps": 1e-3}
+if installed:
+    found = together("deepspeed", torch.optim.Adam, torch.float32, **settings)
+    off = distance(found, one_process(torch.optim.Adam, torch.float32, **settings))
+    print(f"off from one process by less than 1e-5? {off < 1e-5}")
+    assert off < 1e-5
+
+# %% [markdown]
 # ## A window on each
 #
 # Now bytes. A small Llama of the family that you know, and a random batch on each rank:
@@ -276,11 +273,23 @@ assert (losses - losses.loc["torch-ddp"]).abs().max().max() < 1e-3
 # %%local
 from zero1_helpers.figures import bytes_per_rank, show
 
-show(bytes_per_rank(runs.values()))
-for run in runs.values():
+five = [run for name, run in runs.items() if name != "deepspeed"]
+show(bytes_per_rank(five))
+for run in five:
     measured, predicted = ([rank["opt_state"] for rank in run.record[key]] for key in ("memory", "predicted"))
     rounding = 0 if run.record["device"] == "cpu" else 2 * 512 * run.record["model"]["tensors"]
     assert all(0 <= m - p <= rounding for m, p in zip(measured, predicted, strict=True)), run.variant
+
+# %% [markdown]
+# DeepSpeed's state is Adam's two moments and the copy of the weights, 12 B for each parameter of its slice:
+
+# %%
+# %%local
+if "deepspeed" in runs:
+    held = [rank["opt_state"] for rank in runs["deepspeed"].record["memory"]]
+    whole = runs["deepspeed"].record["model"]["parameters"]
+    print("opt_state of DeepSpeed's ranks:", held, "B;", f"together {sum(held) / whole:.3f} B for each parameter")
+    assert len(set(held)) == 1 and abs(sum(held) / whole - 12) < 0.01  # padded to equal slices
 
 # %% [markdown]
 # ## All states, at rest and at the peak
@@ -321,7 +330,7 @@ for ax, (moment, frame) in zip(axes, moments.items(), strict=True):
 # %%
 # %%local
 axes[0].legend(frameon=False, fontsize=8)
-fig.title, setting = "States of all five", runs["flat"].setting
+fig.title, setting = "States of all", runs["flat"].setting
 fig.caption = f"Model states of the fullest rank, between two steps and at their highest sum. {setting}."
 totals = [", ".join(f"{n} {mb:.1f}" for n, mb in frame.sum(axis=1).items()) for frame in (rest, peak)]
 fig.alt_text = f"Two stacked bar charts. MB at rest: {totals[0]}. At the peak: {totals[1]}."
@@ -339,8 +348,8 @@ assert rest.loc["torch-zero", "grads"] > 0.99 * peak.loc["torch-ddp", "params"],
 #   classes free a bucket as soon as it is stepped.
 # - FSDP2 has the least to keep: a rank's share of everything. During a step it has the whole parameters beside their
 #   shards, since here each layer stays gathered until its backward is over.
-# - What none of the categories shows are FSDP2's whole gradients of a layer, on their way into the reduce-scatter: for
-#   the ledger they are temporaries.
+# - What none of the categories shows are FSDP2's whole gradients of a layer, on their way into the reduce-scatter, and
+#   DeepSpeed's buckets: for the ledger they are temporaries.
 #
 # ## What they send
 
@@ -359,7 +368,7 @@ show_table(sent, f"Collectives of one step, and what a rank sends by ring algori
 ranks, mb = runs["flat"].world_size, runs["torch-ddp"].record["predicted"][0]["params"] / 1e6
 psi = sent["sent, MB"] / mb
 print(psi.map("{:.3f} Ψ".format).to_string())
-for name in names:
+for name in (run.variant for run in five):
     extra = 1 if name in ("zero1-overlap", "torch-zero") else 0  # the broadcasts
     assert abs(psi[name] - (2 * (ranks - 1) / ranks + extra)) < 0.02, name
 assert int(sent.loc["torch-zero", "broadcast"]) - int(sent.loc["torch-ddp", "broadcast"]) == ranks
@@ -368,7 +377,8 @@ assert int(sent.loc["torch-zero", "broadcast"]) - int(sent.loc["torch-ddp", "bro
 # Two families: all-reduce and broadcast, with one Ψ more than DDP; and reduce-scatter and all-gather, with none. Torch's
 # ZeRO-1 is of the first family, as the post's class is. The number of messages is a matter of buckets: with views,
 # torch's ZeRO-1 sends one broadcast for each rank, and FSDP2 one gather for each block (two layers, and the rest). The
-# one broadcast of torch's DDP carries the model's buffers.
+# one broadcast of torch's DDP carries the model's buffers. DeepSpeed, if it is in the table, shows a third way: what it
+# calls to reduce and to gather, on this backend, depends on its version.
 #
 # ## What it costs in time
 #
@@ -388,7 +398,7 @@ for name, (build, _) in contenders.items():
     racers[name] = build(model, list(model)[::2], torch.optim.Adam, 2, lr=1e-4)
 
 # %% [markdown]
-# In each round all five run, in another order; a block of two steps takes as long as on its slowest rank. Ratios are
+# In each round all run, in another order; a block of two steps takes as long as on its slowest rank. Ratios are
 # taken within a round, so that whatever else the machine does hits all alike.
 
 # %%
@@ -451,7 +461,7 @@ for name in names:
 # | torch DDP | `DistributedDataParallel(model)` | `Adam(model.parameters(), lr=…)` | `step()`, `zero_grad()` |
 # | torch ZeRO-1 | the same | `ZeroRedundancyOptimizer(model.parameters(), Adam, lr=…)` | the same |
 # | FSDP2 | `fully_shard(layer)` for each, then `fully_shard(model)` | `Adam(model.parameters(), lr=…)`, made after that | the same |
-# | DeepSpeed | `deepspeed.initialize(…)` | goes into that call | `engine.backward(loss)` in its place, `engine.step()` |
+# | DeepSpeed | `deepspeed.initialize(…)` | goes into that call | `engine.step()` |
 #
 # And around the loop:
 #
