@@ -326,6 +326,34 @@ def test_whatever_reads_a_parameter_waits_for_it(ranks):
     ranks(read, 2)
 
 
+class Gathers(list):
+    """A listener of `phases`: the gathers by their bucket, and where the wrapper begins to receive."""
+
+    def enter(self, name, index):
+        if name in ("gather", "receive"):
+            self.append(index if name == "gather" else name)
+
+    def leave(self, name, index): ...
+    def announce(self, category, tensors): ...
+
+
+def gathers(rank, world_size, options):
+    wrapped, optimizer = pair(make(MLP), cap=0, first=0, lazy_gather=True, **options)
+    train(wrapped, optimizer, rank, world_size)
+    phases.listeners.append(found := Gathers())
+    train(wrapped, optimizer, rank, world_size, steps=range(1))
+    phases.listeners.remove(found)
+    return found, len(wrapped.buckets)
+
+
+def test_half_of_the_lazy_gathers_leave_in_backward_and_the_rest_as_forward_needs_them(ranks):
+    for found, buckets in ranks(gathers, 2, {}):
+        odd, even = range(1, buckets, 2), range(0, buckets, 2)
+        assert found == [*odd, "receive", *reversed(even)]
+    for found, buckets in ranks(gathers, 2, {"step_in_backward": False}):
+        assert [i for i in found if i != "receive"] == [*reversed(range(buckets))]
+
+
 def profiled(rank, world_size, folder):
     wrapped, optimizer = pair(make(MLP), lazy_gather=True)
     x, y = data(0, world_size)
