@@ -235,7 +235,7 @@ def draw(times: pd.DataFrame, path: Path):
                 middle = rows["median"]
                 spread = [middle - rows["min"], rows["max"] - middle]
                 at = [j + (i - len(names) / 2) * 0.8 / len(names) for j in range(len(links))]
-                theirs = name.startswith("torch")
+                theirs = name.startswith(("torch", "deepspeed"))
                 ax.errorbar(at, middle, spread, fmt="s" if theirs else "o", markersize=4, linewidth=1,
                             color=f"C{i % 10}", mfc="none" if theirs else None, label=name)  # fmt: skip
             ax.set_xticks(range(len(links)), [f"link {link}" for link in links], color=look["ink"])

@@ -225,7 +225,7 @@ def test_a_rank_that_fails_is_said_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["record", "--variant", "zero3"], "unknown variant 'zero3'; tiny can be trained by ddp, zero1,"),
+        (["record", "--variant", "zero3"], "unknown variant 'zero3'; small can be trained by ddp, zero1,"),
         (["record", "--variant", "flat-master", "--preset", "small"], "'flat-master'; small can be"),
         (["record", "--variant", "ddp", "--preset", "huge"], "unknown preset 'huge'"),
         (["record", "--variant", "ddp", "--ranks", "0"], "are 1 or more"),

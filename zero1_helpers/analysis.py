@@ -122,11 +122,13 @@ def _hta(run):
     """HTA's TraceAnalysis of every rank, of all steps but the first. Read once per run."""
     logging.getLogger("hta").setLevel(logging.ERROR)
     from hta.common.trace import Trace
+    from hta.configs.parser_config import ParserConfig
     from hta.trace_analysis import TraceAnalysis
 
     class Analysis(TraceAnalysis):
         def __init__(self, trace_files):
-            self.t = Trace(trace_files)
+            least = ParserConfig(ParserConfig.get_minimum_args())  # all that is asked for here
+            self.t = Trace(trace_files, parser_config=least)
             # HTA's own constructor forks one process per rank, bad inside a notebook kernel.
             self.t.load_traces(include_last_profiler_step=True, use_multiprocessing=False)
             names = self.t.symbol_table.get_sym_table()
