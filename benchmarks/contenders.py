@@ -80,12 +80,13 @@ def deepspeed_stage1(model, blocks, optimizer_cls, bucket_cap_mb, **kwargs):
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": stage1,
               "gradient_clipping": 0.0}  # not said, it clips to a norm of 1
     optimizer = optimizer_cls(model.parameters(), **kwargs)
-    with contextlib.redirect_stdout(io.StringIO()):  # it says at length what it builds
+    with contextlib.redirect_stdout(io.StringIO()):  # it announces itself at length
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)  # a name of torch's
         deepspeed.utils.groups._WORLD_GROUP = None  # its cache; a link may have come since
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; takes a compiler
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[:2]
 
 
