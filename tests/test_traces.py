@@ -13,7 +13,7 @@ from zero1_helpers.partition import Flat, by_bytes, by_count
 from zero1_helpers.plan import Network, Workload, plan
 from zero1_helpers.results import MARKS, report, results_table
 from zero1_helpers.runs import find_runs, load_run
-from zero1_helpers.training import MASTER, variants_of
+from zero1_helpers.training import FLAT_MASTER, variants_of
 from zero1_helpers.workload import PRESETS as PRESET_SIZES
 from zero1_helpers.workload import meta_smol_model
 
@@ -83,7 +83,7 @@ def test_the_overlapped_class_holds_far_less_at_its_peak(recorded):
 def test_master_weights_cost_eight_bytes_a_parameter_divided_by_the_ranks(recorded):
     runs = recorded["smollm2-360m"]
     psi = runs["flat"].record["model"]["parameters"]
-    memory, plain = (runs[name].record["memory"] for name in (MASTER.name, "flat"))
+    memory, plain = (runs[name].record["memory"] for name in (FLAT_MASTER.name, "flat"))
     model, cap = meta_smol_model("smollm2-360m"), PRESET_SIZES["smollm2-360m"].bucket_cap_mb
     predicted = predict(model, torch.optim.Adam, 4, Flat(cap, master_dtype=torch.float32))
     for rank, measured in zip(predicted, memory, strict=True):
@@ -92,8 +92,9 @@ def test_master_weights_cost_eight_bytes_a_parameter_divided_by_the_ranks(record
     assert sum(rank["opt_state"] for rank in memory) == 12 * psi
     more = max(rank["peak_states"] for rank in memory) - max(rank["peak_states"] for rank in plain)
     assert more == pytest.approx(8 * psi / 4, rel=0.1)
-    sent = [sum(c["bytes_sent"] for c in runs[name].record["collectives"]) for name in (MASTER.name, "flat")]
-    assert sent[0] == sent[1]
+    both = (runs[name].record["collectives"] for name in (FLAT_MASTER.name, "flat"))
+    sent, plain_sent = (sum(c["bytes_sent"] for c in collectives) for collectives in both)
+    assert sent == plain_sent
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -157,13 +157,13 @@ VARIANTS = {
 
 
 # Another training than the others': there is nothing to keep a master copy of in fp32.
-MASTER = Variant("flat-master", "Flat reduce-scatter, fp32 master weights", flat_master, flush_wait_step)
+FLAT_MASTER = Variant("flat-master", "Flat reduce-scatter, fp32 master weights", flat_master, flush_wait_step)
 
 
 def variants_of(preset: str | Preset | None = None) -> dict[str, Variant]:
     """All that can be recorded of a preset."""
     low = getattr(torch, get_preset(preset).dtype).itemsize < 4
-    return VARIANTS | ({MASTER.name: MASTER} if low else {})
+    return VARIANTS | ({FLAT_MASTER.name: FLAT_MASTER} if low else {})
 
 
 def get_variant(name: str, preset: str | Preset | None = None) -> Variant:
