@@ -78,7 +78,7 @@ def deepspeed_stage1(model, blocks, optimizer_cls, bucket_cap_mb, **kwargs):
     elements = int(bucket_cap_mb * 2**20) // first.element_size()
     stage1 = {"stage": 1, "reduce_bucket_size": elements, "allgather_bucket_size": elements}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": stage1,
-              "gradient_clipping": 0.0}  # not said, it clips to a norm of 1
+              "gradient_clipping": 0.0}  # not said, it clips to a norm of 1 (its PR 8068)
     optimizer = optimizer_cls(model.parameters(), **kwargs)
     with contextlib.redirect_stdout(io.StringIO()):  # it announces itself at length
         import deepspeed
