@@ -514,7 +514,7 @@ show(figures.memory_timeline(full["flat"]))
 live = {name: sum(m["peak_states"] for m in r.record["memory"]) / 1e6 for name, r in runs.items()}
 largest, = set(pull("max(p.nbytes for p in model.parameters()) / 1e6"))
 print("states at their peak, MB, all ranks:", {name: round(megabytes, 1) for name, megabytes in live.items()})
-assert live["flat"] + n * largest < min(live[name] for name in ("ddp", "zero1", "zero1-overlap"))
+assert n == 1 or live["flat"] + n * largest < min(live[name] for name in ("ddp", "zero1", "zero1-overlap"))
 
 # %% [markdown]
 # ## Gather lazily
@@ -587,7 +587,7 @@ with late_gathers, no_guard:
     naive = train_flat(wrapped, optimizer)
 check_same_values(naive)  # passes
 print(f"naive: the ranks agree, and are off by {gap(naive, alone):.1e}; trained by {gap(alone, new_scorer()):.1e} in all")
-assert gap(naive, alone) > 1e-4
+assert world_size == 1 or gap(naive, alone) > 1e-4
 
 # %% [markdown]
 # No error, no warning, and every rank ends with the same numbers: the wrong ones. In each forward a rank saw its own slice

@@ -407,7 +407,7 @@ for dtype in (torch.bfloat16, torch.float32):
     reduce_scatter(total, grads.to(dtype))
     errors[str(dtype)] = ((total.double() / world_size - exact).abs().mean() / exact.abs().mean()).item()
     sent[str(dtype)] = round(bytes_sent("reduce_scatter", grads.numel() * dtype.itemsize, world_size))
-assert errors["torch.float32"] < errors["torch.bfloat16"] / 100
+assert world_size == 1 or errors["torch.float32"] < errors["torch.bfloat16"] / 100
 
 # %%
 # %%local
@@ -452,7 +452,7 @@ rounded, precise = mean_gradients(), mean_gradients(reduce_dtype=torch.float32)
 assert rounded.dtype == precise.dtype == torch.float32  # divided, and stepped, in fp32 in either case
 apart = ((rounded - precise).abs().mean() / precise.abs().mean()).item()
 print(f"summed in bf16 and in fp32, the mean gradients are {apart:.1e} apart")
-assert 0 < apart < 2**-7
+assert apart < 2**-7 and (apart > 0 or world_size == 1)
 
 # %% [markdown]
 # ## Summary
