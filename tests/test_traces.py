@@ -123,7 +123,7 @@ def test_the_posts_order_on_the_emulated_link(recorded, preset):
     table = results_table(recorded[preset].values())
     ddp, *falling = table.loc[["ddp", "zero1", "zero1-async", "zero1-bucket", "zero1-overlap"],
                               "non_compute_pct"]  # fmt: skip
-    assert 14 < ddp < 19  # the post's baseline: 16
+    assert 14 < ddp < (18 if preset == "small" else 19)  # the post's baseline: 16
     assert ddp < falling[0] and falling == sorted(falling, reverse=True)
     assert table.loc["zero1", "step_s"] > table.loc["ddp", "step_s"]
 
