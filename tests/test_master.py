@@ -92,7 +92,7 @@ def off(optimizer, by_hand):
 
 
 class Whole(nn.Module):
-    """loss(x) has the gradient x: whole numbers, whose sums and means bf16 holds exactly."""
+    """loss(x) has the gradient x: whole numbers, whose sums bf16 holds exactly."""
 
     def __init__(self):
         super().__init__()
@@ -103,11 +103,11 @@ class Whole(nn.Module):
 
 
 def whole_numbers(step, rank, world_size):
-    """Different on each rank; their mean is the same for 1, 2 and 4 of them."""
+    """Different on each rank. 1, 2 and 4 of them have the same mean; that of 3 bf16 cannot hold."""
     g = torch.Generator().manual_seed(step)
     for n in (7, 1, 40, 150, 33):
         mean, apart = torch.randint(-9, 10, (2, n), generator=g)
-        yield (mean + apart * (2 * rank + 1 - world_size)).bfloat16()
+        yield (mean + apart * (2 * rank + 1 - world_size) + (rank == 0 and world_size == 3)).bfloat16()
 
 
 EXACT = [(torch.optim.SGD, {"lr": 2**-11}), (torch.optim.SGD, {"lr": 2**-11, "momentum": 0.5}),

@@ -35,12 +35,15 @@ def recorded(ranks, tmp_path_factory):
 
 def test_every_variant_trains_alike_and_holds_what_was_predicted(recorded):
     runs, _ = recorded
-    for run in runs.values():
+    largest = max(p.nbytes for p in meta_smol_model("tiny").parameters())
+    bucket = get_preset("tiny").bucket_cap_mb * 2**20 + largest
+    for name, run in runs.items():
         r = run.record
         assert r["losses"] == pytest.approx(runs["ddp"].record["losses"], abs=1e-5)
         for measured, predicted in zip(r["memory"], r["predicted"], strict=True):
             assert measured["opt_state"] == predicted["opt_state"]
-            assert measured["params"] == predicted["params"]
+            twice = measured["params"] - predicted["params"]  # at most a bucket's, when all plan anew
+            assert (0 <= twice < bucket) if name == "zero1-overlap" else (twice == 0)
             together = measured["peak_states"]
             assert predicted["params"] + predicted["opt_state"] < together <= measured["peak"]
     grads = {name: run.record["memory"][0]["grads"] for name, run in runs.items()}

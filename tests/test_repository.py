@@ -19,10 +19,10 @@ import zero1_helpers
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zero1_helpers"
 # Lowest floor first; modules on one floor may use each other.
-FLOORS = [["partition"], ["memory_math"], ["link"], ["plan", "phases"], ["ddp"], ["zero"], ["flat_bucket"],
-          ["flat"], ["practice", "checkpoint"], ["workload"], ["runs"], ["ledger"], ["profiling"],
-          ["training"], ["analysis"], ["explorer"], ["figures"], ["gallery"], ["results"], ["notebook"],
-          ["output"], ["arguments"], ["doors"], ["cluster", "worker"], ["__main__"]]
+FLOORS = [["partition"], ["memory_math"], ["phases"], ["collectives"], ["link"], ["plan"], ["ddp"], ["zero"],
+          ["flat_bucket"], ["flat"], ["practice", "checkpoint"], ["workload"], ["runs"], ["ledger"],
+          ["profiling"], ["training"], ["analysis"], ["explorer"], ["figures"], ["gallery"], ["results"],
+          ["notebook"], ["output"], ["arguments"], ["doors"], ["cluster", "worker"], ["__main__"]]
 PUBLIC = """SimpleDDP SimpleDDPAsync SimpleDDPBucket ZeROOne ShardedOptimizer SimpleDDPBucketAsync
     get_profiler get_memory_timeline set_seed get_smol_model get_smol_tokenizer get_dataset
     get_dataloader""".split()

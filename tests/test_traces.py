@@ -44,12 +44,16 @@ def test_every_variant_is_recorded_on_four_ranks(recorded, preset):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bytes_of_state_are_the_prediction_made_now(recorded, preset):
     model = meta_smol_model(preset)
+    largest = max(p.nbytes for p in model.parameters())
+    bucket = PRESET_SIZES[preset].bucket_cap_mb * 2**20 + largest
     for name, partition in PARTITIONS.items():
         if partition is Flat:
             partition = Flat(PRESET_SIZES[preset].bucket_cap_mb)
         predicted = predict(model, torch.optim.Adam, 4, partition)
         for measured, rank in zip(recorded[preset][name].record["memory"], predicted, strict=True):
-            assert (measured["params"], measured["opt_state"]) == (rank.params, rank.opt_state)
+            assert measured["opt_state"] == rank.opt_state
+            twice = measured["params"] - rank.params  # at most a bucket's, when all plan anew
+            assert (0 <= twice < bucket) if name == "zero1-overlap" else (twice == 0)
 
 
 def test_the_real_size(recorded):

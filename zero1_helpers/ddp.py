@@ -60,16 +60,18 @@ class SimpleDDP(nn.Module):
         self.world_size = dist.get_world_size(process_group)
         self.broadcast_buffers = broadcast_buffers
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self._buffer_names = list(saved_buffers(model))
         self._synchronise = True
         check_same_structure(model, process_group)
         if broadcast_parameters:
-            broadcast_from_rank0([*model.parameters(), *saved_buffers(model)], process_group)
+            broadcast_from_rank0([*model.parameters(), *saved_buffers(model).values()], process_group)
         else:
             check_same_values(model, process_group)
 
     def forward(self, *args, **kwargs):
         if self.training and self.broadcast_buffers and self._synchronise:
-            broadcast_from_rank0(saved_buffers(self.module), self.process_group)
+            buffers = [self.module.get_buffer(name) for name in self._buffer_names]
+            broadcast_from_rank0(buffers, self.process_group)
         with phase("forward"):
             return self.module(*args, **kwargs)
 
@@ -115,8 +117,8 @@ class SimpleDDPAsync(SimpleDDP):
 
     One step::
 
-        backward             a hook on each parameter: _launch its all-reduce, without waiting
-        wait_for_gradients   launch what never came, then _finish each: wait, divide, hand back
+        backward             a hook on each parameter: divide, _launch the all-reduce, without waiting
+        wait_for_gradients   launch what never came, then _finish each: wait, hand back
 
     What is launched is a bucket: here one parameter, in SimpleDDPBucket many. Buckets are launched in
     the order of a plan; one that is ready early waits for its turn. The first step's plan has the last
@@ -178,7 +180,8 @@ class SimpleDDPAsync(SimpleDDP):
                 f"a second gradient for {self._names[param]} before wait_for_gradients(); "
                 "put all but the last backward under no_sync()"
             )
-        self._open = True
+        if not self._open:
+            self._open = True
         bucket.ready.add(param)
         if self._arrived is not None:
             self._arrived.append(param)
@@ -189,24 +192,24 @@ class SimpleDDPAsync(SimpleDDP):
     def _launch(self, bucket: "Bucket") -> None:
         with phase("launch", bucket.index):
             self._num_launched += 1
-            bucket.pack(self._names)
+            bucket.pack(self._names, self.world_size)
             bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
 
-    @torch.no_grad()
     def _finish(self, bucket: "Bucket") -> None:
         with phase("wait", bucket.index):
             self._num_finished += 1
             bucket.work.wait()
-            bucket.unpack(self.world_size)
+            bucket.unpack()
 
     def _launch_remaining(self) -> None:
         """Launch every bucket that is not full yet: some gradient of it never came on this rank."""
-        self._check_trainable()
         while self._open and self._num_launched < len(self.buckets):
             self._launch(self.buckets[self._num_launched])
 
     def wait_for_gradients(self) -> None:
         """Afterwards every `p.grad` is the mean over the ranks, or None where no rank had any."""
+        if self._open:
+            self._check_trainable()
         self._launch_remaining()
         for bucket in self.buckets[self._num_finished : self._num_launched]:
             self._finish(bucket)
@@ -237,7 +240,7 @@ class SimpleDDPBucket(SimpleDDPAsync):
 
         backward             when the last gradient of a bucket has come, _launch the bucket
         flush_bucket         launch the buckets that backward left unfilled
-        wait_for_gradients   _finish each bucket: wait, divide, hand the gradients back as views of it
+        wait_for_gradients   _finish each bucket: wait, hand the gradients back as views of it
     """
 
     def __init__(self, model: nn.Module, bucket_cap_mb: float = 25, **kwargs):
@@ -254,8 +257,9 @@ class SimpleDDPBucket(SimpleDDPAsync):
 class Bucket:
     """Gradients that travel together, in one flat tensor of shape (sum of numel + len(params),).
 
-    The last elements are flags: 1 for each parameter that got a gradient here, 0 for zeros sent in its
-    place. They are summed with the rest, so after the all-reduce a flag says on how many ranks.
+    They are divided by world_size on their way in, so that their sum is the mean, and is as small (torch's
+    DDP does the same). The last elements are flags: 1 for each parameter that got a gradient here, 0 for
+    zeros sent in its place. So after the all-reduce a flag says on how many ranks.
     """
 
     index: int
@@ -268,33 +272,34 @@ class Bucket:
     def is_full(self) -> bool:
         return len(self.ready) == len(self.params)
 
-    def pack(self, names: dict[Tensor, str]) -> None:
-        """Move the gradients into `flat`; afterwards they live nowhere else."""
+    def pack(self, names: dict[Tensor, str], world_size: int) -> None:
+        """Move the gradients into `flat`, divided by `world_size`; afterwards they live nowhere else."""
         self.ready.update(self.params)
         announce("grads", [p.grad for p in self.params if p.grad is not None])
         self.used_here = [p.grad is not None for p in self.params]
-        pieces = [
-            p.new_zeros(p.numel()) if p.grad is None else dense(p.grad, names[p])
-            for p in self.params
-        ]
-        flags = pieces[0].new_ones(len(self.params))
-        for i, used in enumerate(self.used_here):
-            if not used:
-                flags[i] = 0
-        self.flat = torch.cat([*pieces, flags])
-        for p in self.params:
-            p.grad = None
+        self.flat = self.params[0].new_empty(sum(p.numel() for p in self.params) + len(self.params))
         announce("buckets", [self.flat])
+        *rows, flags = self._split()
+        flags.fill_(1)
+        for i, (p, row) in enumerate(zip(self.params, rows, strict=True)):
+            if p.grad is None:
+                row.zero_()
+                flags[i] = 0
+            else:
+                torch.div(dense(p.grad, names[p]), world_size, out=row)
+                p.grad = None
 
-    def unpack(self, world_size: int) -> None:
-        """Hand each gradient back as a view of `flat`, divided by `world_size`."""
-        *grads, flags = self.flat.split([*(p.numel() for p in self.params), len(self.params)])
+    def unpack(self) -> None:
+        """Hand each gradient back as a view of `flat`."""
+        *rows, flags = self._split()
         # What is used here is used somewhere: no need to read the flags back from the device.
         used = self.used_here if all(self.used_here) else flags.tolist()
-        self.flat.div_(world_size)
-        for p, grad, used_somewhere in zip(self.params, grads, used, strict=True):
-            p.grad = grad.view(p.shape) if used_somewhere else None
+        for p, row, used_somewhere in zip(self.params, rows, used, strict=True):
+            p.grad = row.view(p.shape) if used_somewhere else None
         self.flat = self.work = None
+
+    def _split(self) -> Sequence[Tensor]:
+        return self.flat.split_with_sizes([*(p.numel() for p in self.params), len(self.params)])
 
 
 def plan_buckets(params: Sequence[Tensor], cap_bytes: float) -> list[Bucket]:
@@ -314,10 +319,10 @@ def dense(grad: Tensor, name: str) -> Tensor:
     return grad.reshape(-1)
 
 
-def saved_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that a checkpoint holds; the others (rotary frequencies) are constants."""
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a checkpoint holds, by name; the others (rotary frequencies) are constants."""
     names = model.state_dict(keep_vars=True)
-    return [b for name, b in model.named_buffers() if name in names]
+    return {name: b for name, b in model.named_buffers() if name in names}
 
 
 @torch.no_grad()
@@ -335,27 +340,25 @@ def broadcast(t: Tensor, owner: int, process_group=None) -> None:
 
 
 def check_same_structure(model: nn.Module, process_group=None) -> None:
-    """Raise ValueError on every rank unless all have the same names, shapes, dtypes and frozen parts."""
+    """Raise ValueError on every rank unless all have the same names, shapes, strides, dtypes and frozen
+    parts."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    text = repr([(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors])
+    text = repr([(n, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for n, t in tensors])
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     device = tensors[0][1].device if tensors else "cpu"
     highest = torch.tensor([number, -number], dtype=torch.int64, device=device)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=process_group)
     if highest[0] != -highest[1]:
         raise ValueError(
-            "the model is not the same on all ranks: names, shapes, dtypes or frozen parameters differ"
+            "the model is not the same on all ranks: names, shapes, strides, dtypes or frozen parameters "
+            "differ"
         )
 
 
 @torch.no_grad()
 def check_same_values(model: nn.Module, process_group=None) -> None:
     """Raise ValueError on every rank unless all hold rank 0's bits; names the first that differs."""
-    saved = {id(b) for b in saved_buffers(model)}
-    tensors = [
-        *model.named_parameters(),
-        *((n, b) for n, b in model.named_buffers() if id(b) in saved),
-    ]
+    tensors = [*model.named_parameters(), *saved_buffers(model).items()]
     if not tensors:
         return
     differs = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0][1].device)

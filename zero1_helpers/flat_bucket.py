@@ -14,14 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .collectives import all_gather, reduce_scatter
 from .ddp import dense
 from .memory_math import is_counter
 from .partition import Flat, pieces_of, slice_width
 from .phases import announce
-
-# torch 2.13 gave them new names and warns about the old ones, which alone exist before.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 MASTER = "master_param"  # the entry of a parameter's state that is its copy in more precision
 
@@ -52,6 +49,11 @@ class FlatLayout:
 
     def view(self, flat: Tensor, p: Tensor) -> Tensor:
         return flat.as_strided(*self.views[p])
+
+    def holds(self, flat: Tensor, p: Tensor) -> bool:
+        """Does p still lie where it should?"""
+        same = p.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        return same and p.storage_offset() == self.views[p][2]
 
     def cut(self, p: Tensor, value: Tensor) -> Tensor:
         """This rank's piece of a tensor that is one number per element of p."""
@@ -93,10 +95,9 @@ class FlatGradients:
     def is_full(self) -> bool:
         return len(self.ready) == len(self.params)
 
-    @torch.no_grad()
     def collect(self, p: Tensor, name: str) -> None:
         """Take over p.grad. A bucket of one parameter is its gradient, if layout and dtype are the same."""
-        grad, p.grad = p.grad, None
+        grad, p.grad = p.grad.detach(), None
         if grad.layout != torch.strided:
             dense(grad, name)  # raises
         alone = grad.shape.numel() == self.layout.shape[0] and grad.stride() == self.layout.views[p][1]
@@ -221,7 +222,7 @@ class FlatBucket(FlatPieces):
     gather: dist.Work | None = None  # the all-gather
 
     def collect(self, p: Tensor, name: str) -> None:
-        if p.data_ptr() != self.layout.view(self.weights, p).data_ptr():
+        if not self.layout.holds(self.weights, p):
             raise RuntimeError(
                 f"{name} has left the optimizer's flat buffer (the model was moved, or wrapped for "
                 "another optimizer); make the optimizer again, and then the wrapper"

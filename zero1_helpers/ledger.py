@@ -30,7 +30,7 @@ class Note:
 
     whole: bool
     found: dict[int, tuple[str, int]]  # address -> (category, bytes)
-    gone: list[tuple[int, int]]  # address, and the marker that announced it
+    gone: list[tuple[int, int | None]]  # address, and the marker that announced it; None: a parameter's
 
 
 class MemoryLedger:
@@ -42,6 +42,7 @@ class MemoryLedger:
         self._announced: list[tuple[weakref.ref, int, int]] = []  # tensor, address, marker
         self._params: dict[torch.Tensor, None] = {}  # in the order in which they were seen
         self._buckets: dict[int, tuple[StorageWeakRef, int]] = {}  # address -> whether it lives, bytes
+        self._homes: dict[int, StorageWeakRef] = {}  # address -> whether parameters still lie there
 
     @torch.no_grad()
     def look(self) -> None:
@@ -51,6 +52,8 @@ class MemoryLedger:
             self._params |= dict.fromkeys(self.model.parameters())
             grads = [p.grad for p in self._params if p.grad is not None]
             self._add(found, "params", list(self._params))
+            homes = (local(p).untyped_storage() for p in self._params)
+            self._homes = {home.data_ptr(): StorageWeakRef(home) for home in homes}
             self._add(found, "grads", grads)
             self._add_buckets_of(found, grads)
         if self.optimizer is not None:
@@ -79,6 +82,9 @@ class MemoryLedger:
             # the memory freed. The tensor object dies with it, and that is seen here.
             gone = [(address, marker) for t, address, marker in self._announced if t() is None]
             self._announced = [entry for entry in self._announced if entry[0]() is not None]
+            # Nor does it see a parameter's memory end that was there before it: the parameter has moved.
+            gone += [(address, None) for address, home in self._homes.items() if home.expired()]
+            self._homes = {a: home for a, home in self._homes.items() if not home.expired()}
             self.notes.append(Note(whole, found, gone))
 
     def _add_buckets_of(self, found: dict, grads: list[torch.Tensor]) -> None:
@@ -113,9 +119,9 @@ def account(events: list[dict], notes: list[Note], cuda: bool = False) -> pd.Dat
 
     `events` are those of the trace that holds the markers of `notes`. Four things that the allocator
     does not tell are inferred: blocks older than the window (a marker names them), the end of such
-    blocks (a whole note no longer has them), and unreported frees (the address is allocated again,
-    or the tensor that was announced is gone), and the end of the copy that gloo reduces in place of a
-    reduce-scatter's input.
+    blocks (a whole note no longer has them, or nothing lies there any more), unreported frees (the
+    address is allocated again, or the tensor that was announced is gone), and the end of the copy that
+    gloo reduces in place of a reduce-scatter's input.
     """
     blocks, alive = [], {}  # alive: address -> Block
     start = min(e["ts"] for e in events if "ts" in e)
@@ -141,7 +147,8 @@ def account(events: list[dict], notes: list[Note], cuda: bool = False) -> pd.Dat
                 alive.pop(value).died = ts
         else:
             note = notes[value]
-            gone = [a for a, marker in note.gone if a in alive and alive[a].marker == marker]
+            gone = [a for a, marker in note.gone if a in alive and
+                    (not alive[a].seen_born if marker is None else alive[a].marker == marker)]  # fmt: skip
             if note.whole:
                 # Also a gradient that gloo's thread held longer than the parameter did.
                 gone += [

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.profiler import record_function
 
+from .collectives import combine, empty_parts
 from .memory_math import bytes_sent, nbytes
 
 BACKEND = "emulated"  # its name in torch.distributed
@@ -199,19 +200,15 @@ class EmulatedLink(dist.ProcessGroup):
         return self._carry("all_gather", [output], [output], "_allgather_base", output, input, opts)
 
     def reduce_scatter_single(self, output, input, opts=None):
-        """Gloo makes one out of an all-reduce, which sends all of it twice. Here every rank is sent the
-        parts of its slice and no others, and combines them in the order of the ranks."""
+        """By an all-to-all, see `collectives`; with any operation, as others than we use it, too."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        combine = next((function for known, function in COMBINE.items() if op == known), None)
-        if combine is None:
+        function = next((function for known, function in COMBINE.items() if op == known), None)
+        if function is None:
             raise NotImplementedError(f"the emulated link's reduce_scatter does not know {op}")
-        parts = torch.empty_like(input, memory_format=torch.contiguous_format)
+        parts = empty_parts(input)
 
         def combine_parts():
-            first, *others = parts.view(self.size(), *output.shape)
-            output.copy_(first)
-            for part in others:
-                combine(output, part, out=output)
+            combine(parts, function, output)
             if op == dist.ReduceOp.AVG:
                 output.div_(self.size())
 

@@ -225,10 +225,14 @@ def environment(cuda: bool) -> dict:
 
 
 def name_reduce_scatters(events: list[dict]) -> None:
-    """Gloo makes a reduce-scatter of an all-reduce, and says so in the trace. Give it its name back.
+    """A reduce-scatter over gloo is an all-to-all (`collectives`), or in classes of others an all-reduce,
+    and the trace says so. Give it its name back.
 
-    Both run in the order in which they were issued, which tells them apart.
+    All-reduces of both kinds run in the order in which they were issued, which tells them apart.
     """
+    for e in events:
+        if e.get("name") == "gloo:all_to_all":
+            e["name"] = "gloo:reduce_scatter"
     issued = [e["name"] for e in sorted((e for e in events if e.get("ph") == "X" and e["name"] in (
         "c10d::allreduce_", "c10d::_reduce_scatter_base_")), key=lambda e: e["ts"])]  # fmt: skip
     ran = sorted((e for e in events if e.get("name") == "gloo:all_reduce" and e.get("ph") == "X"),

@@ -7,10 +7,9 @@ parameter updates it, and the others receive the result.
 """
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,8 @@ from .ddp import Bucket, SimpleDDPBucket, broadcast, plan_buckets
 from .partition import Partition, assign_owners, by_count
 from .phases import announce, phase
 
+is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
+
 
 class ZeROOne(torch.optim.Optimizer):
     """Shards an optimizer: this rank steps the parameters that it owns, then all ranks share them.
@@ -28,7 +29,7 @@ class ZeROOne(torch.optim.Optimizer):
 
         step_shard             the wrapped optimizer sees the parameters of this rank only
         broadcast_parameters   each parameter goes from its owner to the others, one after another;
-                               with `bucket_cap_mb`, many of one owner together, in one flat tensor
+                               with `bucket_cap_mb`, many of one owner together, see `as_flat`
 
     `partition` says who owns what: `by_count` as in the post, or `by_bytes`. The groups and the state
     are the wrapped optimizer's own objects: `param_groups` lists all parameters, and what a scheduler
@@ -69,6 +70,8 @@ class ZeROOne(torch.optim.Optimizer):
             new, assign_owners(self.partition, new, self.world_size), strict=True
         )
         self._drop_others_state()
+        for _, params in self._sent_together():
+            as_flat(params)
 
     def _drop_others_state(self) -> None:
         for p in self.params:
@@ -101,23 +104,24 @@ class ZeROOne(torch.optim.Optimizer):
 
     def broadcast_parameters(self) -> None:
         with phase("broadcast"):
-            if self.bucket_cap_mb is not None:
-                return self._broadcast_buckets()
-            for p, owner in self.param_to_owner_rank.items():
-                broadcast(p, owner, self.process_group)
+            if self.bucket_cap_mb is None:
+                for p, owner in self.param_to_owner_rank.items():
+                    broadcast(p, owner, self.process_group)
+            for work in [self._send(params, owner) for owner, params in self._sent_together()]:
+                work.wait()
 
-    def _broadcast_buckets(self) -> None:
-        """Two buckets are on their way at any time: while one travels, the next is packed."""
-        cap, before = self.bucket_cap_mb * 1024 * 1024, None
-        for owner in range(self.world_size):
-            owned = [p for p, o in self.param_to_owner_rank.items() if o == owner]
-            for bucket in plan_buckets(owned, cap):
-                sent = Broadcast.launch(bucket.params, owner, self)
-                if before is not None:
-                    before.wait()
-                before = sent
-        if before is not None:
-            before.wait()
+    def _sent_together(self) -> list[tuple[int, list[Tensor]]]:
+        """(owner, parameters), one for each broadcast; none where each parameter has its own."""
+        if self.bucket_cap_mb is None:
+            return []
+        owned = by_owner(self.param_to_owner_rank, self.param_to_owner_rank)
+        cap = self.bucket_cap_mb * 1024 * 1024
+        return [(o, bucket.params) for o in owned for bucket in plan_buckets(owned[o], cap)]
+
+    def _send(self, params: list[Tensor], owner: int) -> dist.Work:
+        """Start to send parameters of one owner, together and in place."""
+        flat = as_flat(params)
+        return dist.broadcast(flat, group=self.process_group, group_src=owner, async_op=True)
 
     def state_dict(self):
         raise RuntimeError(
@@ -143,7 +147,7 @@ class ShardedOptimizer(ZeROOne):
 
         step        their owner updates them
         free        their gradients are dropped, on every rank
-        broadcast   one asynchronous broadcast from each owner, of all that it owns among them
+        broadcast   one asynchronous broadcast from each owner, of all that it owns among them, in place
 
     The post makes one small optimizer for each parameter. One optimizer that is shown only the
     parameters at hand does the same, since state is kept per parameter, and it keeps a single lr.
@@ -164,24 +168,34 @@ class ShardedOptimizer(ZeROOne):
         optimizer = optimizer_cls(params, **optimizer_kwargs)
         super().__init__(optimizer, partition, process_group)
 
-    def step_parameter(self, param: Tensor) -> "Broadcast":
-        """Step one parameter; `.wait()` on what is returned before anything reads it."""
+    def step_parameter(self, param: Tensor) -> dist.Work:
+        """Step one parameter that has a gradient; `.wait()` on what is returned before anything reads it."""
         return self.step_parameters([param])[0]
 
-    @torch.no_grad()
-    def step_parameters(
-        self, params: Sequence[Tensor], index: int | None = None
-    ) -> list["Broadcast"]:
-        """Step parameters of one dtype; `index` is the bucket's, for the trace."""
-        with phase("step", index), only(self.optimizer, {p for p in params if self.is_mine(p)}):
-            self.optimizer.step()
-        for p in params:
+    def step_parameters(self, params: Sequence[Tensor], index: int | None = None) -> list[dist.Work]:
+        """Step those of `params`, of one dtype, that have a gradient; `index` is the bucket's, for the trace.
+
+        Without one they are sent along: what travels together lies together, used or not.
+        """
+        stepped = [p for p in params if p.grad is not None]
+        if not stepped:
+            return []
+        with phase("step", index):
+            if mine := {p for p in stepped if self.is_mine(p)}:
+                with only(self.optimizer, mine):
+                    self.optimizer.step()
+        for p in stepped:
             p.grad = None
         with phase("broadcast", index):
-            owned = {}
-            for p in params:
-                owned.setdefault(self.param_to_owner_rank[p], []).append(p)
-            return [Broadcast.launch(owned[owner], owner, self) for owner in sorted(owned)]
+            owned = by_owner(params, self.param_to_owner_rank)
+            sent = [self._send(of_one, owner) for owner, of_one in owned.items()]
+            torch.autograd.graph.increment_version(stepped)  # backward that still needs the old ones raises
+            return sent
+
+    def lay_out(self, params: Sequence[Tensor]) -> None:
+        """Move what will be stepped together, so that no step has to, see `as_flat`."""
+        for of_one in by_owner(params, self.param_to_owner_rank).values():
+            as_flat(of_one)
 
     def step(self, closure=None):
         if closure is None and all(p.grad is None for p in self.params):
@@ -195,7 +209,7 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
     One step::
 
         backward             bucket k is full: _launch its all-reduce, then _finish bucket k - lag:
-                             wait, divide, step the parameters owned here, launch their broadcasts
+                             wait, step the parameters owned here, launch all their broadcasts
         flush_bucket         launch the buckets that backward left unfilled
         wait_for_gradients   _finish the buckets that are left
         wait_for_broadcasts  afterwards the parameters are equal on all ranks; the gradients are gone
@@ -213,17 +227,28 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
                  lag: int = 1, step_in_backward: bool = True, **kwargs):  # fmt: skip
         if lag < 0:
             raise ValueError(f"lag is a number of buckets, 0 or more, not {lag}")
+        self.zero1_optimizer = zero1_optimizer
+        self.lag = lag if step_in_backward else math.inf
+        self._broadcasts: list[dist.Work] = []
+        self._side_stream = None
         super().__init__(model, bucket_cap_mb, **kwargs)
+        if any(p.is_cuda for p in self._names):
+            self._side_stream = torch.cuda.Stream()
+
+    def _plan(self, params: list[Tensor]) -> list[Bucket]:
         for p, name in self._names.items():
-            if p not in zero1_optimizer.param_to_owner_rank:
+            if p not in self.zero1_optimizer.param_to_owner_rank:
                 raise ValueError(
                     f"parameter {name} is not in the optimizer; make it from the same model"
                 )
-        self.zero1_optimizer = zero1_optimizer
-        self.lag = lag if step_in_backward else math.inf
-        self._broadcasts: deque[list[Broadcast]] = deque()  # one list a bucket
-        on_cuda = next(iter(self._names)).is_cuda if self._names else False
-        self._side_stream = torch.cuda.Stream() if on_cuda else None
+        return super()._plan(params)
+
+    def _use(self, buckets: Sequence[Bucket]) -> None:
+        """Lay out now, between two steps, what the new plan sends together."""
+        super()._use(buckets)
+        self.wait_for_broadcasts()
+        for bucket in self.buckets:
+            self.zero1_optimizer.lay_out(bucket.params)
 
     def forward(self, *args, **kwargs):
         if self._broadcasts:
@@ -237,56 +262,49 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
         if bucket.index >= self.lag:
             self._finish(self.buckets[bucket.index - self.lag])
 
-    @torch.no_grad()
     def _finish(self, bucket: Bucket) -> None:
         with on_stream(self._side_stream, keep=bucket.flat):
             super()._finish(bucket)
-            self._receive(all_but=1)
-            params = [p for p in bucket.params if p.grad is not None]  # got a gradient on some rank
-            self._broadcasts.append(self.zero1_optimizer.step_parameters(params, bucket.index))
+            self._broadcasts += self.zero1_optimizer.step_parameters(bucket.params, bucket.index)
 
-    def _receive(self, all_but: int = 0) -> None:
-        """Wait for broadcasts in the order of their launch; `all_but` the last few are left for later."""
-        while len(self._broadcasts) > all_but:
-            for sent in self._broadcasts.popleft():
-                sent.wait()
-
-    @torch.no_grad()
     def wait_for_broadcasts(self) -> None:
         with on_stream(self._side_stream), phase("receive"):
-            self._receive()
+            while self._broadcasts:
+                self._broadcasts.pop(0).wait()
         if self._side_stream is not None:
             torch.cuda.current_stream().wait_stream(self._side_stream)
 
 
-@dataclass(eq=False)
-class Broadcast:
-    """Parameters of one owner on their way, in one flat tensor of shape (sum of numel,)."""
+def by_owner(params: Iterable[Tensor], owner_of: Mapping[Tensor, int]) -> dict[int, list[Tensor]]:
+    """Parameters of each owner, in order of rank."""
+    owned = {}
+    for p in params:
+        owned.setdefault(owner_of[p], []).append(p)
+    return dict(sorted(owned.items()))
 
-    params: list[Tensor]  # to copy into; none on the owner
-    flat: Tensor
-    work: dist.Work
 
-    @classmethod
-    def launch(cls, params: list[Tensor], owner: int, optimizer: ZeROOne) -> "Broadcast":
-        if optimizer.rank == owner:
-            flat = torch.cat([p.detach().reshape(-1) for p in params])
-        else:
-            flat = params[0].new_empty(sum(p.numel() for p in params))
-        announce("buckets", [flat])
-        work = dist.broadcast(flat, group=optimizer.process_group, group_src=owner, async_op=True)
-        return cls([] if optimizer.rank == owner else params, flat, work)
+def as_flat(params: Sequence[Tensor]) -> Tensor:
+    """The memory of parameters of one dtype, as one flat tensor of shape (sum of numel,).
 
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Copy in what has arrived. The copy counts as a change: if backward still needs the old value,
-        autograd raises instead of using the new one."""
-        self.work.wait()
-        offset = 0
-        for p in self.params:
-            p.copy_(self.flat[offset : offset + p.numel()].view(p.shape))
-            offset += p.numel()
-        self.flat = self.work = None
+    They lie end to end in it, each with its own strides. If they do not yet, they are moved there. So
+    nothing has to be packed or unpacked, and no buffer is needed (as in torch's ZeroRedundancyOptimizer
+    with `parameters_as_bucket_view`). While they are moved they exist twice.
+    """
+    *offsets, numel = accumulate((p.numel() for p in params), initial=params[0].storage_offset())
+    storage = params[0].untyped_storage().data_ptr()
+    if not all(
+        p.untyped_storage().data_ptr() == storage and p.storage_offset() == offset and is_dense(p)
+        for p, offset in zip(params, offsets, strict=True)
+    ):
+        flat = params[0].new_empty(numel - offsets[0])
+        for p, offset in zip(params, offsets, strict=True):
+            strides = torch.empty_like(p, device="meta").stride()  # dense, in p's order
+            moved = flat.as_strided(p.shape, strides, offset - offsets[0]).copy_(p.detach())
+            if p.is_cuda:  # not given away before it is copied
+                p.record_stream(torch.cuda.current_stream())
+            p.data = moved
+        announce("params", params)
+    return params[0].detach().as_strided((numel - offsets[0],), (1,))
 
 
 def only(optimizer: torch.optim.Optimizer, params: Collection[Tensor]):
