@@ -11,8 +11,9 @@ from zero1_helpers import (
     SimpleDDPReduceScatter,
     ZeROOne,
 )
+from zero1_helpers.zero import as_flat
 
-from .models import MLP, data, loss_of, make
+from .models import MLP, ChannelsLast, Scalar, UnusedOnSomeRanks, Variant, data, loss_of, make
 
 
 class OtherOrder(MLP):
@@ -100,3 +101,55 @@ def test_flat_buckets_are_launched_as_they_fill_on_rank_0(ranks):
     (plans, arrived), *others = ranks(launches, 3)
     assert plans[1] == arrived != plans[0]
     assert all(its_plans == plans and its_arrived != arrived for its_plans, its_arrived in others)
+
+
+@pytest.mark.parametrize("model_cls", [MLP, ChannelsLast, Scalar])
+def test_parameters_that_travel_together_lie_together(model_cls):
+    params = list(make(model_cls).parameters())
+    before = [p.detach().clone() for p in params]
+    flat = as_flat(params)
+    assert flat.shape == (sum(p.numel() for p in params),)
+    for p, old in zip(params, before, strict=True):
+        assert torch.equal(p, old) and p.stride() == old.stride()
+    assert sum(p.numel() for p in params if not p.is_contiguous()) == (108 + 48) * (model_cls is ChannelsLast)
+    assert as_flat(params).data_ptr() == flat.data_ptr()  # nothing is moved twice
+    flat.zero_()
+    assert all((p == 0).all() for p in params)  # it is their memory
+    params[0].data = before[0]  # somebody gives one other memory
+    moved = as_flat(params)
+    assert moved.data_ptr() != flat.data_ptr() and torch.equal(params[0], before[0])
+    assert float(moved.abs().sum()) == pytest.approx(float(before[0].abs().sum()))
+    alone = torch.nn.Parameter(torch.ones(1).expand(6))  # six places that are one
+    assert as_flat([alone]).add_(torch.arange(6)).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def homes(rank, world_size, name):
+    """Where the parameters lie after each step, the bytes of that memory, and those of the parameters."""
+    variant = Variant(name, make(UnusedOnSomeRanks), torch.optim.AdamW, lr=0.01)
+    params, seen = list(variant.model.module.parameters()), []
+    for step in range(4):
+        x, y = data(step % 2, world_size)  # the branch is taken in every other step
+        loss_of(variant.model, x[rank], y[rank]).backward()
+        variant.finish()
+        storages = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in params)}
+        seen.append(([p.data_ptr() for p in params], sum(storages.values())))
+    return seen, sum(p.nbytes for p in params)
+
+
+@pytest.mark.parametrize("name", ["overlap", "overlap-after"])
+def test_parameters_move_when_all_plan_anew_and_never_again(ranks, name):
+    for (first, *later), needed in ranks(homes, 2, name):
+        assert all(at == first[0] and held == needed for at, held in later) and first[1] == needed
+
+
+def strides(rank, world_size):
+    model = make(MLP)
+    if rank:
+        weight = model.layers[1].weight
+        weight.data = weight.data.t().contiguous().t()
+    with pytest.raises(ValueError, match="strides"):
+        SimpleDDPBucket(model)
+
+
+def test_ranks_that_lay_out_a_parameter_differently_are_told(ranks):
+    ranks(strides, 2)

@@ -17,6 +17,7 @@ from zero1_helpers import (
     get_profiler,
     phases,
 )
+from zero1_helpers.collectives import reduce_scatter
 from zero1_helpers.memory_math import bytes_sent, nbytes, predict, state_bytes
 from zero1_helpers.partition import Flat, pieces_of, slice_width
 
@@ -93,6 +94,31 @@ def test_two_psi_are_sent_and_not_three(ranks, world_size):
         assert sum(bytes_sent(op, size, world_size) for op, size in issued) == (
             2 * psi * (world_size - 1) / world_size
         )
+
+
+def over_gloo(rank, world_size):
+    """Sums in the order of the ranks, -0.0 that stays, and the names of what gloo was asked for."""
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        for op in ("all_reduce", "all_to_all_single", "reduce_scatter_single"):
+            real = getattr(dist, op)
+            patch.setattr(dist, op, lambda *a, op=op, real=real, **k: asked.append(op) or real(*a, **k))
+        whole = [torch.linspace(0.1, 2, 5 * world_size).roll(r) for r in range(world_size)]
+        mine, zero = torch.empty(5), torch.empty(1)
+        work = reduce_scatter(mine, whole[rank], async_op=True)
+        work.wait()
+        work.wait()  # as for any Work, once more changes nothing
+        reduce_scatter(zero, torch.full((world_size,), -0.0))
+    expected = whole[0].chunk(world_size)[rank].clone()
+    for other in whole[1:]:
+        expected += other.chunk(world_size)[rank]
+    return torch.equal(mine, expected), bool(torch.signbit(zero)), set(asked)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_over_gloo_a_reduce_scatter_is_no_all_reduce(ranks, world_size):
+    for exact, negative, asked in ranks(over_gloo, world_size):
+        assert exact and negative and asked == {"all_to_all_single"}
 
 
 class EvenMLP(MLP):

@@ -22,7 +22,8 @@ def reduce_scatter(output: Tensor, input: Tensor, group=None, async_op=False):
     if dist.get_backend(group) != "gloo":
         return _reduce_scatter(output, input, group=group, async_op=async_op)
     parts = empty_parts(input)
-    work = dist.all_to_all_single(parts, input, group=group, async_op=True)
+    # Aliases: gloo's thread lets go of them a moment later than we do.
+    work = dist.all_to_all_single(parts.detach(), input.detach(), group=group, async_op=True)
     summed = Summed(work, parts, output)
     return summed if async_op else summed.wait()
 

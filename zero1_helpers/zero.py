@@ -180,14 +180,14 @@ class ShardedOptimizer(ZeROOne):
         stepped = [p for p in params if p.grad is not None]
         if not stepped:
             return []
+        owned = by_owner(params, self.param_to_owner_rank)
         with phase("step", index):
-            if mine := {p for p in stepped if self.is_mine(p)}:
-                with only(self.optimizer, mine):
+            if self.rank in owned:
+                with only(self.optimizer, owned[self.rank]):
                     self.optimizer.step()
         for p in stepped:
             p.grad = None
         with phase("broadcast", index):
-            owned = by_owner(params, self.param_to_owner_rank)
             sent = [self._send(of_one, owner) for owner, of_one in owned.items()]
             torch.autograd.graph.increment_version(stepped)  # backward that still needs the old ones raises
             return sent
@@ -286,25 +286,25 @@ def by_owner(params: Iterable[Tensor], owner_of: Mapping[Tensor, int]) -> dict[i
 def as_flat(params: Sequence[Tensor]) -> Tensor:
     """The memory of parameters of one dtype, as one flat tensor of shape (sum of numel,).
 
-    They lie end to end in it, each with its own strides. If they do not yet, they are moved there. So
+    They fill it end to end, each with its own strides. If they do not yet, they are moved there. So
     nothing has to be packed or unpacked, and no buffer is needed (as in torch's ZeroRedundancyOptimizer
     with `parameters_as_bucket_view`). While they are moved they exist twice.
     """
-    *offsets, numel = accumulate((p.numel() for p in params), initial=params[0].storage_offset())
-    storage = params[0].untyped_storage().data_ptr()
-    if not all(
-        p.untyped_storage().data_ptr() == storage and p.storage_offset() == offset and is_dense(p)
+    *offsets, numel = accumulate((p.numel() for p in params), initial=0)
+    home = params[0].untyped_storage()
+    if home.nbytes() != numel * params[0].itemsize or not all(
+        p.untyped_storage().data_ptr() == home.data_ptr() and p.storage_offset() == offset and is_dense(p)
         for p, offset in zip(params, offsets, strict=True)
     ):
-        flat = params[0].new_empty(numel - offsets[0])
+        flat = params[0].new_empty(numel)
         for p, offset in zip(params, offsets, strict=True):
             strides = torch.empty_like(p, device="meta").stride()  # dense, in p's order
-            moved = flat.as_strided(p.shape, strides, offset - offsets[0]).copy_(p.detach())
+            moved = flat.as_strided(p.shape, strides, offset).copy_(p.detach())
             if p.is_cuda:  # not given away before it is copied
                 p.record_stream(torch.cuda.current_stream())
             p.data = moved
         announce("params", params)
-    return params[0].detach().as_strided((numel - offsets[0],), (1,))
+    return params[0].detach().as_strided((numel,), (1,))
 
 
 def only(optimizer: torch.optim.Optimizer, params: Collection[Tensor]):
