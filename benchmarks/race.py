@@ -33,7 +33,7 @@ from torch import nn
 
 from zero1_helpers import FlatShardedOptimizer, get_profiler, get_smol_model
 from zero1_helpers.figures import THEMES
-from zero1_helpers.link import Link, emulate, lane, late_share, parse_link
+from zero1_helpers.link import Link, bind_to_cores, emulate, lane, late_share, parse_link
 from zero1_helpers.memory_math import bytes_sent, state_bytes
 from zero1_helpers.phases import phase
 from zero1_helpers.profiling import gather
@@ -129,11 +129,14 @@ def peaks_mb(racer: Racer, folder: Path) -> dict:
 
 
 def race(rank, world_size, folder, names, model, links, rounds, steps, depth, details):
-    """Body of one rank; rank 0 leaves its tables in `folder`."""
+    """Body of one rank; rank 0 leaves its tables in `folder`. Link "none", then alone, is gloo itself."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    emulate(UNLIMITED)
+    if links == ["none"]:
+        bind_to_cores()  # as `emulate` does
+    else:
+        emulate(UNLIMITED)
     racers = {name: Racer(name, model, depth) for name in names}
     for racer in racers.values():
         racer.train(2)  # makes the state; buckets are planned anew
@@ -142,14 +145,15 @@ def race(rank, world_size, folder, names, model, links, rounds, steps, depth, de
         about[name] = racer.count() | peaks_mb(racer, folder / name)
     times = []
     for link in links:
-        emulate(parse_link(link) or UNLIMITED)
+        if link != "none":
+            emulate(link)
         for number in range(rounds):
             for i in range(len(names)):
                 name = names[(i + number) % len(names)]
                 seconds, late = racers[name].time(steps)
                 times.append({"model": model, "depth": depth, "ranks": world_size, "link": link,
                               "contender": name, "round": number, "seconds": seconds,
-                              "late": late * (link != "none")})  # fmt: skip
+                              "late": late})  # fmt: skip
         if rank == 0:
             print(f"{model}, {world_size} ranks, link {link}: {rounds} rounds", flush=True)
     if rank == 0:
@@ -160,12 +164,20 @@ def race(rank, world_size, folder, names, model, links, rounds, steps, depth, de
 
 
 def run_race(names, model, links, rounds, steps, ranks=4, depth=None, details=False):
-    """(times, about) of one race, as frames."""
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        mp.spawn(race, (ranks, folder, names, model, links, rounds, steps, depth, details), ranks)
-        about = pd.read_csv(folder / "about.csv").set_index("contender") if details else None
-        return pd.read_csv(folder / "times.csv"), about
+    """(times, about) of one race, as frames.
+
+    What is made over gloo itself stays with it, so for `none` and for the links there are ranks of their own.
+    """
+    emulated, times, about = [link for link in links if link != "none"], [], None
+    for part, count in ((["none"], False), (emulated, details)):
+        if not set(part) <= set(links) or not (part or count):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            folder = Path(folder)
+            mp.spawn(race, (ranks, folder, names, model, part, rounds, steps, depth, count), ranks)
+            times += [pd.read_csv(folder / "times.csv")] if part else []
+            about = pd.read_csv(folder / "about.csv").set_index("contender") if count else about
+    return pd.concat(times, ignore_index=True), about
 
 
 def ratios(times: pd.DataFrame, to: str) -> pd.DataFrame:
@@ -291,9 +303,10 @@ where communication is the longer, that much they are above their floor at best.
 hide: the cores that compute also carry, and a class pays for whatever it copies or calls more often."""
 ABOUT = """\
 Medians of {0.rounds} rounds of {0.steps} steps after one that is not timed, contenders interleaved. Links are
-emulated; `none` is gloo at its own pace, on the cores that also compute. A reduce-scatter is an all-to-all
-and a sum here, also without a link: gloo's own, a whole all-reduce, costs more. *Late* is the share of
-collectives that gloo ended after the link's time. *Exposed* is a step less the step that only computes.
+emulated; `none` is gloo itself, on the cores that also compute. A reduce-scatter over a link is an
+all-to-all and a sum, and so is that of `flat` over gloo; FSDP2's is then gloo's own, a whole all-reduce.
+*Late* is the share of collectives that gloo ended after the link's time. *Exposed* is a step less the step
+that only computes.
 *Of the floor*: no step is shorter than the longer of computing and of its own collectives on the link.
 *Sent* and *state* are those of the fullest rank; so are the peaks of a step by category, and *peak*, that
 of everything."""

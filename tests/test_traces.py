@@ -52,8 +52,8 @@ def test_bytes_of_state_are_the_prediction_made_now(recorded, preset):
         predicted = predict(model, torch.optim.Adam, 4, partition)
         for measured, rank in zip(recorded[preset][name].record["memory"], predicted, strict=True):
             assert measured["opt_state"] == rank.opt_state
-            twice = measured["params"] - rank.params  # at most a bucket's, when all plan anew
-            assert (0 <= twice < bucket) if name == "zero1-overlap" else (twice == 0)
+            twice = measured["params"] - rank.params  # about two buckets', when all plan anew
+            assert (0 <= twice < 2.1 * bucket) if name == "zero1-overlap" else (twice == 0)
 
 
 def test_the_real_size(recorded):

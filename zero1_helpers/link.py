@@ -212,8 +212,10 @@ class EmulatedLink(dist.ProcessGroup):
             if op == dist.ReduceOp.AVG:
                 output.div_(self.size())
 
-        return self._carry("reduce_scatter", [input], [output], "alltoall_base", parts.detach(),
-                           input.detach().contiguous(), [], [], dist.AllToAllOptions(), finish=combine_parts)  # fmt: skip
+        asked = (parts.detach(), input.detach().contiguous(), [], [], dist.AllToAllOptions())
+        return self._carry(
+            "reduce_scatter", [input], [output], "alltoall_base", *asked, finish=combine_parts
+        )
 
     def reduce_scatter(self, outputs, inputs, opts=None):
         return self.reduce_scatter_single(outputs[0], torch.stack(inputs[0]), opts)

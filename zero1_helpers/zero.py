@@ -209,7 +209,7 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
     One step::
 
         backward             bucket k is full: _launch its all-reduce, then _finish bucket k - lag:
-                             wait, step the parameters owned here, launch all their broadcasts
+                             wait, step the parameters owned here, launch the broadcasts
         flush_bucket         launch the buckets that backward left unfilled
         wait_for_gradients   _finish the buckets that are left
         wait_for_broadcasts  afterwards the parameters are equal on all ranks; the gradients are gone

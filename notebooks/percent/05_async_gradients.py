@@ -186,7 +186,7 @@ show_source(Bucket)
 # %% [markdown]
 # - **A fixed order.** Buckets have a plan: in the first step the last parameter first, from then on the order in which rank 0's gradients came in that step, which it sends to all. A gradient that comes early waits for its turn (`_on_gradient`), so ranks agree in whatever order gradients arrive.
 # - **Everyone takes part.** `wait_for_gradients` launches what never came, with zeros. Each bucket ends with a flag for each parameter, which says whether its gradient is real; summed, it says on how many ranks. If on none, `p.grad` stays `None`.
-# - **Gradients move.** `pack` puts them into `flat` and sets `p.grad = None`, so nothing can be added to a gradient that is on its way. `unpack` hands them back, divided.
+# - **Gradients move.** `pack` puts them into `flat` and sets `p.grad = None`, so nothing can be added to a gradient that is on its way. It divides them by `world_size` as it does: the sum is then the mean, and in half precision no larger than a gradient. `unpack` hands it back.
 # - **Errors instead of wrong numbers.** A second gradient, or a new forward, before `wait_for_gradients()` raises.
 # - **Hooks can be removed**: by `.remove()`, and by wrapping the model again.
 #

@@ -176,7 +176,7 @@ for lag in (0, 1, 2):
 assert all(len(set(order(4, lag))) == 8 for lag in range(6)), "each bucket is launched and finished once"
 
 # %% [markdown]
-# *Finish* means: wait for the all-reduce, divide, step the parameters owned here, start their broadcasts. With lag 0
+# *Finish* means: wait for the all-reduce, step the parameters owned here, start their broadcasts. With lag 0
 # every bucket is awaited as soon as it is launched; on a CPU backward stands still meanwhile. With lag 1 a bucket travels
 # while backward makes the next one.
 #
@@ -184,13 +184,23 @@ assert all(len(set(order(4, lag))) == 8 for lag in range(6)), "each bucket is la
 
 # %%
 # %%local
-from zero1_helpers.zero import Broadcast, ShardedOptimizer, SimpleDDPBucketAsync
+from zero1_helpers.zero import ShardedOptimizer, SimpleDDPBucketAsync
 
 show_source(ShardedOptimizer, SimpleDDPBucketAsync)
 
 # %% [markdown]
-# One broadcast carries all parameters of a bucket that have the same owner. Before a bucket is stepped, `_receive`
-# takes in the broadcasts of earlier ones, all but the latest; so few are under way at a time.
+# One broadcast carries all parameters of a bucket that have the same owner. They are neither packed nor unpacked: with
+# each plan they are moved so that they lie end to end (`lay_out`), and from then on they are sent and received in place.
+
+# %%
+# %%local
+from zero1_helpers.zero import as_flat
+
+show_source(as_flat)
+
+# %% [markdown]
+# The price: from the launch of its broadcast until all have arrived, nobody may read a parameter. Forward raises if
+# somebody forgot to wait. And backward? Of that below.
 #
 # On a CPU, `work.wait()` stops the thread that runs backward. On CUDA it only tells a stream to wait, but that stream
 # must not be the one that backward computes on. So `_finish` queues all it does on a **side stream**:
@@ -199,7 +209,7 @@ show_source(ShardedOptimizer, SimpleDDPBucketAsync)
 # %%local
 from zero1_helpers.zero import on_stream
 
-show_source(on_stream, Broadcast)
+show_source(on_stream)
 
 # %% [markdown]
 # The compute stream goes on with backward. At the end, in `wait_for_broadcasts`, it waits for the side stream, once.
@@ -384,8 +394,8 @@ for memory, predicted in zip(run.record["memory"], run.record["predicted"], stri
     assert memory["grads"] < predicted["grads"], "never all gradients at once"
 
 # %% [markdown]
-# That is the gain. The price is in there too: while bucket $k$ is packed it exists twice, bucket $k-1$ is still on its
-# way, and two more are leaving as broadcasts. So about five buckets' worth, however many there are:
+# That is the gain. The price is in there too: while bucket $k$ is packed it exists twice, and bucket $k-1$ is still on
+# its way. So about three buckets' worth, however many there are:
 
 # %%
 # %%local
@@ -394,7 +404,7 @@ from zero1_helpers.workload import meta_smol_model
 
 
 def most_alive(sizes):
-    return max(2 * sizes[k] + sum(sizes[max(k - 3, 0):k]) for k in range(len(sizes)))
+    return max(2 * sizes[k] + sum(sizes[max(k - 1, 0):k]) for k in range(len(sizes)))
 
 
 plans = pull("[[sum(p.nbytes for p in b.params) for b in plan] for plan in (first_plan, ddp_model.buckets)]")[0]
@@ -411,7 +421,7 @@ print(f"measured here, median: {measured:.2f} MB")
 assert abs(1e6 * measured / most_alive(ours) - 1) < 0.2, "not what the schedule predicts"
 
 # %% [markdown]
-# With few buckets, five of them are nearly everything; with many, the gain is large, down to what the bucket with
+# With few buckets, three of them are nearly everything; with many, the gain is large, down to what the bucket with
 # the embedding needs. The post reports a little *more* memory for its overlapped class than for plain ZeRO-1. In its
 # code a bucket exists twice, as gradients and as flat tensor, from its launch until its callback has run.
 #
@@ -520,7 +530,8 @@ print("equal to SimpleDDP and a plain SGD step")
 # - A parameter needs only its own gradient: one optimizer, shown a bucket's parameters, can step them during backward.
 # - Collectives pair by order, so all ranks must issue them in one order. Callbacks cannot promise that; a schedule can.
 # - Finish bucket $k - \text{lag}$ when bucket $k$ is launched; on CUDA on a side stream that joins at the end.
-# - Gradients are dropped as they are used. Alive at once: about five buckets, whatever the size of the model.
+# - Gradients are dropped as they are used. Alive at once: about three buckets, whatever the size of the model.
+# - What travels together lies together, so broadcasts are in place.
 # - If backward still reads a value that was stepped, autograd raises; `step_in_backward=False` is the way out.
 #
 # ## Exercises

@@ -446,9 +446,9 @@ from zero1_helpers import figures
 show(figures.schedule_diagram(run))
 
 # %% [markdown]
-# The reduce-scatter has the colour of the all-reduce elsewhere, and the all-gather that of the broadcast: the same roles. On
-# a CPU gloo makes a reduce-scatter out of an all-reduce, so its time says nothing about half the volume. Bytes are counted
-# by the algorithm.
+# The reduce-scatter has the colour of the all-reduce elsewhere, and the all-gather that of the broadcast: the same roles.
+# (Gloo's own reduce-scatter is a whole all-reduce, so on a CPU every rank is sent the parts of its slice by an all-to-all,
+# and adds them up: `collectives.py`.)
 #
 # ## Picture: memory
 
@@ -458,8 +458,8 @@ show(figures.memory_timeline(run))
 
 # %% [markdown]
 # No orange at all. A gradient lives from the operation that makes it until its hook, which moves it into the bucket; after
-# the hook, no parameter has one. The timeline books that moment as a temporary. (So it does with the copy that gloo makes
-# of what it reduces; NCCL makes none.) To see it directly, a hook behind the hook:
+# the hook, no parameter has one. The timeline books that moment as a temporary. (So it does with the
+# parts that come over gloo, until they are added up; NCCL needs no room for them.) To see it directly, a hook behind the hook:
 
 # %%
 wrapped, optimizer = flat_pair(new_model())
@@ -505,9 +505,8 @@ show(figures.memory_timeline(full["flat"]))
 
 # %% [markdown]
 # Mind the axes. DDP's gradients pile up on top of the whole state; here buckets come and go, and the largest, with the
-# embedding, is the last. That is less than the overlapped class of notebook 07 on three counts: the fullest shard is no larger than the others; the
-# parameters arrive in place, so no bucket is needed to receive them; and gradients go into their bucket one by one,
-# so nothing is held twice. And here, on this machine:
+# embedding, is the last. That is less than the overlapped class of notebook 07 on two counts: the fullest shard is no
+# larger than the others, and gradients go into their bucket one by one, so nothing is held twice. And here, on this machine:
 
 # %%
 # %%local
