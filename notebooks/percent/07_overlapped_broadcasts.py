@@ -381,7 +381,8 @@ for name, values in peaks.items():
 assert median(peaks["zero1-overlap"]) < median(peaks["zero1-bucket"]), "gradients should be freed as they are used"
 
 # %% [markdown]
-# A step now and then has a bucket more: one of gloo's threads let go of it a moment late. The sum of all states, rank by
+# The first step has more, for its plan is not yet the order in which gradients come; a later one has a bucket more now and
+# then, when one of gloo's threads lets go of it a moment late. The sum of all states, rank by
 # rank, and the gradients that were alive outside buckets:
 
 # %%
