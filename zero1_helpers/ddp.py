@@ -180,7 +180,7 @@ class SimpleDDPAsync(SimpleDDP):
                 f"a second gradient for {self._names[param]} before wait_for_gradients(); "
                 "put all but the last backward under no_sync()"
             )
-        if not self._open:
+        if not self._open:  # setting an attribute of a Module costs more than a look
             self._open = True
         bucket.ready.add(param)
         if self._arrived is not None:
@@ -340,8 +340,7 @@ def broadcast(t: Tensor, owner: int, process_group=None) -> None:
 
 
 def check_same_structure(model: nn.Module, process_group=None) -> None:
-    """Raise ValueError on every rank unless all have the same names, shapes, strides, dtypes and frozen
-    parts."""
+    """Raise ValueError on every rank unless names, shapes, strides, dtypes and frozen parts are equal."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     text = repr([(n, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for n, t in tensors])
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

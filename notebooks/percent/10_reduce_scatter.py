@@ -350,6 +350,15 @@ print("equal to one process, 5 steps: SGD and Adam, lag 1 and 0, step in backwar
 # %% [markdown]
 # ## Run
 #
+# From here on over the emulated link of notebook 03, if this is a CPU: where all share the cores, gloo alone cannot show
+# what it saves to send less.
+
+# %%
+from zero1_helpers import use_link
+
+link = use_link(folder="../build/runs")
+
+# %% [markdown]
 # The model of the series, under the profiler:
 
 # %%
@@ -788,7 +797,8 @@ assert len(optimizer.buckets) == 1 and gap(model, alone) < 1e-12
 # %% [markdown]
 # ## The table
 #
-# The runs of this notebook; the rows of the others are in notebook 08.
+# The runs of this notebook; the rows of the others are in notebook 08. *Sent* is exact. Times are those of one short run:
+# for a fair race of all classes, round by round, see `benchmarks/RESULTS.md`.
 
 # %%
 # %%local
