@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from zero1_helpers import (
     FlatShardedOptimizer,
+    ShardedOptimizer,
     SimpleDDPAsync,
     SimpleDDPBucket,
     SimpleDDPReduceScatter,
@@ -124,22 +125,55 @@ def test_parameters_that_travel_together_lie_together(model_cls):
 
 
 def homes(rank, world_size, name):
-    """Where the parameters lie after each step, the bytes of that memory, and those of the parameters."""
+    """Where the parameters lie after each step, the bytes of that memory, and those of the parameters; and
+    how many broadcasts were on their way when some were moved."""
     variant = Variant(name, make(UnusedOnSomeRanks), torch.optim.AdamW, lr=0.01)
-    params, seen = list(variant.model.module.parameters()), []
+    params, seen, on_their_way = list(variant.model.module.parameters()), [], []
+    real = variant.optimizer.lay_out
+
+    def lay_out(params):
+        on_their_way.append(len(variant.model._broadcasts))
+        real(params)
+
+    variant.optimizer.lay_out = lay_out
     for step in range(4):
         x, y = data(step % 2, world_size)  # the branch is taken in every other step
         loss_of(variant.model, x[rank], y[rank]).backward()
         variant.finish()
         storages = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in params)}
         seen.append(([p.data_ptr() for p in params], sum(storages.values())))
-    return seen, sum(p.nbytes for p in params)
+    return seen, sum(p.nbytes for p in params), on_their_way
 
 
 @pytest.mark.parametrize("name", ["overlap", "overlap-after"])
 def test_parameters_move_when_all_plan_anew_and_never_again(ranks, name):
-    for (first, *later), needed in ranks(homes, 2, name):
+    for (first, *later), needed, on_their_way in ranks(homes, 2, name):
+        assert on_their_way and set(on_their_way) == {0}  # a broadcast writes where they lay
         assert all(at == first[0] and held == needed for at, held in later) and first[1] == needed
+
+
+def versions(rank, world_size):
+    """Of two optimizers, which parameters autograd knows to have changed, on a rank that owns few of them."""
+    found = []
+    for make_optimizer in (
+        lambda model: ShardedOptimizer(torch.optim.SGD, model, lr=0.1),
+        lambda model: ZeROOne(torch.optim.SGD(model.parameters(), lr=0.1), bucket_cap_mb=1),
+    ):
+        optimizer = make_optimizer(make(MLP))
+        before = [p._version for p in optimizer.params]
+        for p in optimizer.params:
+            p.grad = torch.ones_like(p)
+        if isinstance(optimizer, ShardedOptimizer):
+            for work in optimizer.step_parameters(optimizer.params):
+                work.wait()
+        else:
+            optimizer.step()
+        found.append([p._version > old for p, old in zip(optimizer.params, before, strict=True)])
+    return found
+
+
+def test_what_is_received_in_place_counts_as_changed(ranks):
+    assert ranks(versions, 3) == [[[True] * 8] * 2] * 3
 
 
 def strides(rank, world_size):

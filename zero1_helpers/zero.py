@@ -121,6 +121,7 @@ class ZeROOne(torch.optim.Optimizer):
     def _send(self, params: list[Tensor], owner: int) -> dist.Work:
         """Start to send parameters of one owner, together and in place."""
         flat = as_flat(params)
+        torch.autograd.graph.increment_version(params)  # backward that still needs the old ones raises
         return dist.broadcast(flat, group=self.process_group, group_src=owner, async_op=True)
 
     def state_dict(self):
@@ -188,9 +189,7 @@ class ShardedOptimizer(ZeROOne):
         for p in stepped:
             p.grad = None
         with phase("broadcast", index):
-            sent = [self._send(of_one, owner) for owner, of_one in owned.items()]
-            torch.autograd.graph.increment_version(stepped)  # backward that still needs the old ones raises
-            return sent
+            return [self._send(of_one, owner) for owner, of_one in owned.items()]
 
     def lay_out(self, params: Sequence[Tensor]) -> None:
         """Move what will be stepped together, so that no step has to, see `as_flat`."""
