@@ -336,8 +336,7 @@ assert full_table.loc["zero1", "peak"] < full_table.loc["ddp", "peak"]
 # **The overlapped variant is leaner here, and fatter in the post.** In the post it needs a little more memory than
 # plain ZeRO-1: a saving of 10 % instead of 12 %. The class in this series frees each gradient as soon as its bucket is
 # stepped, and sends parameters in place, so grads and buckets together stay far below the full set of gradients
-# that the others of the post hold. The flat one needs least: its shards are equal, and a gradient goes into its
-# bucket as soon as it is there, so nothing is held twice.
+# that the others of the post hold. The flat one needs least, for its shards are equal.
 
 # %%
 # %%local
