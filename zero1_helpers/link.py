@@ -69,7 +69,7 @@ PRESETS = {
 }
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "bit": 1 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
 SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-RATE = re.compile(r"\s*(-?[\d.]+)\s*(\w+)/s(?:\s*\+\s*([\d.]+)\s*(us|µs|ms|s))?\s*")
+RATE = re.compile(r"\s*(-?[\d.]+(?:e-?\d+)?)\s*(\w+)/s(?:\s*\+\s*([\d.]+)\s*(us|µs|ms|s))?\s*")
 
 
 def parse_link(text: str) -> Link | None:
