@@ -84,7 +84,7 @@ def cpu_trace(rank=0, world_size=2, steps=3, seed=0):
         ops(1)
         note(f"ProfilerStep#{step}", begin)
         now += 0.6
-    home = "/home/alice/project/train.py"
+    home = "/Users/alice/project/train.py"
     events.append(span(f"{home}(12): train", 4, now - 5, cat="python_function"))
     events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": BASE + 9})
     rng.shuffle(events)
@@ -129,7 +129,7 @@ def cuda_trace(rank=0, world_size=2, steps=3, seed=0):
         events.append(span(f"ProfilerStep#{step}", begin, now - begin, cat="user_annotation"))
         events.append(span(f"ProfilerStep#{step}", begin, 5, 7, "gpu_user_annotation"))
         now += 1
-    events.append(span("/home/alice/train.py(3): <module>", 2, 9, cat="python_function"))
+    events.append(span("/Users/alice/train.py(3): <module>", 2, 9, cat="python_function"))
     info = {"backend": "nccl", "rank": rank, "world_size": world_size}
     return {"distributedInfo": info, "traceEvents": events}
 
@@ -312,10 +312,10 @@ def test_a_bad_run_is_not_written(tmp_path):
 
 def test_scrub(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "node17.lab.example")
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/alice"))
+    monkeypatch.setattr(Path, "home", lambda: Path("/Users/alice"))
     runs._names.cache_clear()
     try:
-        private = {"a": ["/home/alice/x/train.py(7): f", "~/data/pairs.json"], "node17": "on node17",
+        private = {"a": ["/Users/alice/x/train.py(7): f", "~/data/pairs.json"], "node17": "on node17",
                    "c": "alice@node17.lab.example", "d": "see /etc/hosts and /opt"}  # fmt: skip
         assert runs.scrub(private) == {"a": ["train.py(7): f", "pairs.json"], "-": "on -",
                                        "c": "-@-", "d": "see hosts and opt"}  # fmt: skip
