@@ -70,7 +70,7 @@ post: $(STAMP)
 	@$(PY) tools/make_post.py --out build/post --only "$(PARTS)" $(ARGS)
 
 record: $(STAMP)
-	@variants=`$(PY) -c 'from zero1_helpers.training import variants_of; print(*variants_of("$(RECORD_PRESET)"))'` && \
+	@variants=`$(PY) -c 'from zero1_helpers.training.variants import variants_of; print(*variants_of("$(RECORD_PRESET)"))'` && \
 	for variant in $$variants; do echo "Recording $(RECORD_PRESET), $$variant ..."; \
 	  $(PY) -m zero1_helpers record --variant $$variant --preset $(RECORD_PRESET) \
 	    --ranks $(RANKS) --steps 4 $(RECORD_ARGS) --out traces/$(RECORD_PRESET)/$$variant || exit 1; done

@@ -28,7 +28,7 @@ class Kernel:
         self.client.wait_for_ready(timeout=60)
         self.pid = self.manager.provisioner.pid
         assert not self.run("%load_ext zero1_helpers").error
-        self.local("from zero1_helpers import cluster as c\nc.LIVE = 0.2")
+        self.local("from zero1_helpers.ranks import magics as c\nc.LIVE = 0.2")
 
     def run(self, code: str, meanwhile=None) -> Ran:
         """Run a cell. meanwhile(text so far) is called whenever the cell printed something."""

@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from zero1_helpers import analysis, runs
-from zero1_helpers.runs import RunError, lane_view, load_run
+from zero1_helpers.measure import runs
+from zero1_helpers.measure.runs import RunError, lane_view, load_run
+from zero1_helpers.report import frames
 
 from .test_runs import BASE, cpu_trace, cuda_trace, make_memory, make_run, span
 
@@ -62,8 +63,8 @@ def run(tmp_path_factory):
                                                   (cuda_trace, 2)])  # fmt: skip
 def test_hta_equals_brute_force(make, world_size, tmp_path):
     run = load_run(make_run(tmp_path, world_size, make))
-    times, overlap = analysis.temporal_breakdown(run), analysis.comm_comp_overlap(run)
-    exposed = analysis.exposed_comm(run)
+    times, overlap = frames.temporal_breakdown(run), frames.comm_comp_overlap(run)
+    exposed = frames.exposed_comm(run)
     assert list(times["rank"]) == list(overlap["rank"]) == list(exposed["rank"])
     assert list(times["rank"]) == list(range(world_size))
     for rank in range(world_size):
@@ -87,7 +88,7 @@ def test_cuda_traces_as_they_are(tmp_path):
             event["ts"] = int(event["ts"])  # HTA shortens each kernel that has a fraction
         files[rank] = tmp_path / f"{rank}.json.gz"
         files[rank].write_bytes(gzip.compress(json.dumps(raw).encode()))
-    times, overlap = analysis.temporal_breakdown(files), analysis.comm_comp_overlap(files)
+    times, overlap = frames.temporal_breakdown(files), frames.comm_comp_overlap(files)
     for rank, raw in enumerate(raws):
         wanted = brute_force(raw)
         assert times["compute_pct"][rank] == pytest.approx(wanted["compute_pct"], abs=TOLERANCE)
@@ -98,17 +99,17 @@ def test_one_rank_without_communication(tmp_path, monkeypatch):
     make_run(tmp_path / "run", 1, partial(cpu_trace, steps=9))
     monkeypatch.chdir(tmp_path)
     run = load_run("run")  # a relative path will do, too
-    times = analysis.temporal_breakdown(run)
+    times = frames.temporal_breakdown(run)
     assert times["non_compute_pct"][0] == 0
     wanted = brute_force(cpu_trace(0, 1, steps=9))
     assert times["compute_pct"][0] == pytest.approx(wanted["compute_pct"], abs=TOLERANCE)
-    assert analysis.comm_comp_overlap(run)["overlap_pct"].isna().all()
-    assert analysis.exposed_comm(run)[["comm_us", "exposed_us"]].to_numpy().tolist() == [[0, 0]]
-    assert list(analysis.kernel_breakdown(run)[0]["kernel_type"]) == ["COMPUTATION"]
+    assert frames.comm_comp_overlap(run)["overlap_pct"].isna().all()
+    assert frames.exposed_comm(run)[["comm_us", "exposed_us"]].to_numpy().tolist() == [[0, 0]]
+    assert list(frames.kernel_breakdown(run)[0]["kernel_type"]) == ["COMPUTATION"]
 
 
 def test_kernel_breakdown_keeps_every_name(run):
-    kinds, kernels = analysis.kernel_breakdown(run)
+    kinds, kernels = frames.kernel_breakdown(run)
     wanted = pd.DataFrame([(e["name"], rank, e["dur"]) for rank in range(2)
                            for e in run.trace(rank)["traceEvents"]
                            if "stream" in e.get("args", {}) and e["ts"] >= second_step(run.trace(rank))],
@@ -130,8 +131,8 @@ def test_hta_is_quiet_and_forks_nothing(run, capfd, caplog, monkeypatch):
 
     monkeypatch.setattr(multiprocessing, "get_context", refuse)
     files = dict(run.trace_files)  # a dict is not cached
-    analysis.temporal_breakdown(files)
-    analysis.kernel_breakdown(files)
+    frames.temporal_breakdown(files)
+    frames.kernel_breakdown(files)
     assert capfd.readouterr() == ("", "") and not caplog.records
 
 
@@ -139,14 +140,14 @@ def test_a_cpu_trace_without_lanes_is_named(tmp_path):
     path = tmp_path / "raw.json"
     path.write_text(json.dumps(cpu_trace()))
     with pytest.raises(RunError, match=r"raw\.json: no kernel on a stream; .* lane_view"):
-        analysis.temporal_breakdown({0: path})
+        frames.temporal_breakdown({0: path})
 
 
 # Memory
 
 
 def test_memory_timeline_equals_a_loop(run):
-    frame = analysis.get_memory_timeline(run, 1)
+    frame = frames.get_memory_timeline(run, 1)
     alive, wanted = dict.fromkeys(runs.CATEGORIES, 0), {}
     for time, category, delta in make_memory(1).itertuples(index=False):
         alive[category] += delta
@@ -158,9 +159,9 @@ def test_memory_timeline_equals_a_loop(run):
 
 
 def test_memory_peaks(run):
-    peaks = analysis.memory_peaks(run)
+    peaks = frames.memory_peaks(run)
     for rank in range(2):
-        frame = analysis.get_memory_timeline(run, rank)
+        frame = frames.get_memory_timeline(run, rank)
         row = peaks.loc[rank]
         assert (row["rank"], row["peak"]) == (rank, frame["total"].max())
         assert frame.set_index("time_ms")["total"][row["peak_ms"]] == row["peak"]
@@ -179,7 +180,7 @@ def scheduled(folder, events, variant):
     runs.save_rank(folder, 0, lane_view(raw, BASE), make_memory())
     make_run(folder.parent / "other", 1, variant=variant)
     (folder / "run.json").write_bytes((folder.parent / "other" / "run.json").read_bytes())
-    frame = analysis.schedule(load_run(folder), rank=0, step=1)
+    frame = frames.schedule(load_run(folder), rank=0, step=1)
     return [tuple(row) for row in frame.itertuples(index=False)]
 
 
@@ -245,17 +246,17 @@ def test_schedule_without_launches_is_one_row(tmp_path):
 
 def test_schedule_on_cuda_and_of_a_step_that_is_not_there(tmp_path):
     run = load_run(make_run(tmp_path, 1, cuda_trace))
-    frame = analysis.schedule(run, 0, 2)
+    frame = frames.schedule(run, 0, 2)
     assert list(frame["kind"]) == ["all-reduce"] * 3
     assert list(frame["label"]) == ["bucket 0", "bucket 1", "bucket 2"]
     with pytest.raises(ValueError, match="no step 3; recorded are 0 to 2"):
-        analysis.schedule(run, 0, 3)
+        frames.schedule(run, 0, 3)
 
 
 def test_steps_leave_out_an_empty_last_one(run):
-    assert list(analysis.steps(run)["name"]) == [f"ProfilerStep#{i}" for i in range(3)]
+    assert list(frames.steps(run)["name"]) == [f"ProfilerStep#{i}" for i in range(3)]
     run.trace(0)["traceEvents"].append(
         {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#3", "ts": 10**6, "dur": 5}
     )
-    assert len(analysis.steps(run)) == 3
+    assert len(frames.steps(run)) == 3
     run.trace(0)["traceEvents"].pop()

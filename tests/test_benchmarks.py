@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from zero1_helpers.training import VARIANTS
+from zero1_helpers.training.variants import VARIANTS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 

@@ -19,14 +19,14 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from tests.kernel import Kernel, gone, patience
-from zero1_helpers.cluster import (
+from zero1_helpers.ranks.magics import (
     ClusterError,
     ClusterMagics,
     choose_gpus,
     parse_gpu_ids,
     parse_ranks,
 )
-from zero1_helpers.output import KEEP, Output, span
+from zero1_helpers.ranks.output import KEEP, Output, span
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -595,7 +595,7 @@ def unsent(stranger: socket.socket) -> int:
 def test_the_command_line_tells_nothing(kernel, run):
     for pid in kernel.workers():
         command = psutil.Process(pid).cmdline()
-        assert command[1:3] == ["-m", "zero1_helpers.worker"] and command[3].isdigit()
+        assert command[1:3] == ["-m", "zero1_helpers.ranks.worker"] and command[3].isdigit()
         assert command[4:] == []
 
 
@@ -671,11 +671,11 @@ def test_ranks_end_when_the_kernel_is_killed(kernel, run):
 
 
 def test_a_stack_that_cannot_be_read_costs_no_rank(run):
-    run("from zero1_helpers import worker\nread_stack = worker.describe_stack")
-    run("import sys\nfor name in ('__main__', 'zero1_helpers.worker'):\n"
+    run("from zero1_helpers.ranks import worker\nread_stack = worker.describe_stack")
+    run("import sys\nfor name in ('__main__', 'zero1_helpers.ranks.worker'):\n"
         "    vars(sys.modules[name])['describe_stack'] = lambda frame: 1 / 0")  # fmt: skip
     long_cell = run("import time\ntime.sleep(3)\nprint('done')")  # looked at after two seconds
-    run("for name in ('__main__', 'zero1_helpers.worker'):\n"
+    run("for name in ('__main__', 'zero1_helpers.ranks.worker'):\n"
         "    vars(sys.modules[name])['describe_stack'] = read_stack")  # fmt: skip
     assert not long_cell.error, long_cell.error
     assert not run("rank").error

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from zero1_helpers import doors
+from zero1_helpers.ranks import doors
 
 
 @pytest.fixture

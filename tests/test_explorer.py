@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from zero1_helpers import analysis, explorer, figures
-from zero1_helpers.__main__ import main
-from zero1_helpers.runs import RunError, load_run
+from zero1_helpers.cli import main
+from zero1_helpers.measure.runs import RunError, load_run
+from zero1_helpers.report import figures, frames, pages
 
 from .test_runs import cuda_trace, make_run
 
@@ -42,7 +42,7 @@ def named(trace, kind):
 
 
 def test_a_merged_trace_has_every_span_of_every_rank_and_its_memory(run):
-    trace = explorer.merged_trace(run)
+    trace = pages.merged_trace(run)
     assert sorted(named(trace, "process").values()) == ["rank 0", "rank 1", "rank 2", "rank 3"]
     tracks = named(trace, "thread")
     for rank in range(4):
@@ -62,13 +62,13 @@ def test_a_merged_trace_has_every_span_of_every_rank_and_its_memory(run):
         assert all(name.startswith("aten::") for name in of["compute"])
         assert {"backward", "launch 0", "ProfilerStep#0"} <= of["phases"]
         counters = [e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == pid]
-        line = analysis.get_memory_timeline(run, rank)
+        line = frames.get_memory_timeline(run, rank)
         assert max(sum(e["args"].values()) for e in counters) == line["total"].max()
 
 
 def test_a_cuda_run_too(tmp_path):
     run = load_run(make_run(tmp_path, 2, cuda_trace, backend="nccl", device="cuda"))
-    trace = explorer.merged_trace(run)
+    trace = pages.merged_trace(run)
     tracks = named(trace, "thread")
     talk = {
         tracks[e["pid"], e["tid"]]
@@ -84,21 +84,21 @@ def test_a_cuda_run_too(tmp_path):
 
 def test_the_same_run_gives_the_same_pages(run, folder):
     again = load_run(folder)
-    assert explorer.trace_html(run) == explorer.trace_html(again)
+    assert pages.trace_html(run) == pages.trace_html(again)
     colours = {name: figures.COLOURS[name] for name in figures.STACK}
-    pages = [explorer.timelines_html([r], colours) for r in (run, again)]
-    assert pages[0] == pages[1] and len(pages[0]) < 3_000_000
+    both = [pages.timelines_html([r], colours) for r in (run, again)]
+    assert both[0] == both[1] and len(both[0]) < 3_000_000
 
 
 def test_a_trace_too_long_for_a_page_loses_short_kernels_and_says_so(run, monkeypatch):
-    whole = explorer.trace_html(run)
-    assert len(whole.encode()) < explorer.LARGEST == 4_000_000 and "µs and more" not in whole
-    monkeypatch.setattr(explorer, "LARGEST", len(whole.encode()) - 2000)
-    short = explorer.trace_html(run)
-    assert len(short.encode()) < explorer.LARGEST and "µs and more" in short
-    monkeypatch.setattr(explorer, "LARGEST", 1_000_000 // 2)
+    whole = pages.trace_html(run)
+    assert len(whole.encode()) < pages.LARGEST == 4_000_000 and "µs and more" not in whole
+    monkeypatch.setattr(pages, "LARGEST", len(whole.encode()) - 2000)
+    short = pages.trace_html(run)
+    assert len(short.encode()) < pages.LARGEST and "µs and more" in short
+    monkeypatch.setattr(pages, "LARGEST", 1_000_000 // 2)
     with pytest.raises(RunError, match="too long for a page"):
-        explorer.trace_html(run)
+        pages.trace_html(run)
 
 
 def test_damaged_runs_are_named_and_the_others_exported(folder, tmp_path, capsys):
@@ -117,7 +117,7 @@ def test_damaged_runs_are_named_and_the_others_exported(folder, tmp_path, capsys
 @pytest.mark.parametrize(("width", "theme"), LOOKS)
 def test_the_exported_trace_follows_the_readers_theme_and_width(chromium, run, tmp_path, width, theme):
     path = tmp_path / "trace.html"
-    path.write_text(explorer.trace_html(run))
+    path.write_text(pages.trace_html(run))
     chromium.open(path.as_uri(), width, theme=theme)
     chromium.wait("document.body.innerText.includes('rank 3')")
     seen = tmp_path / "seen.png"
@@ -155,11 +155,11 @@ def test_chromium_shows_the_exported_trace(chromium, folder, tmp_path, capsys):
 def test_chromium_shows_the_timelines(chromium, run, tmp_path, width, theme):
     colours = {name: figures.COLOURS[name] for name in figures.STACK}
     path = tmp_path / "timelines.html"
-    path.write_text(explorer.timelines_html([run], colours))
+    path.write_text(pages.timelines_html([run], colours))
     chromium.open(f"{path.as_uri()}#zero1-overlap", width, theme=theme)
     chromium.wait("'ready' in document.body.dataset")
     chromium.ask("(find('rank').value = 2, find('rank').onchange())")
-    line = analysis.timelines(run)[2]
+    line = frames.timelines(run)[2]
     top = line.loc[line["total"].idxmax()]
     said = chromium.ask("find('peak').textContent")
     assert said.startswith(f"peak {top['total'] / 1e6:.2f} MB") and said.endswith(top["doing"])
@@ -176,7 +176,7 @@ def test_chromium_shows_the_timelines(chromium, run, tmp_path, width, theme):
 
 
 def test_chromium_shows_perfetto_with_all_ranks(chromium, run):
-    with explorer.serve(run, 0) as server:
+    with pages.serve(run, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             assert server.server_address[0] == "127.0.0.1"  # nobody else on the network sees it
@@ -217,7 +217,7 @@ def test_view_serves_until_it_is_interrupted(folder):
 
 
 def test_a_port_that_is_taken(run, folder, capsys):
-    with explorer.serve(run, 0) as server:
+    with pages.serve(run, 0) as server:
         port = server.server_address[1]
         assert main(["view", str(folder), "--port", str(port), "--no-browser"]) == 2
         assert capsys.readouterr().err.splitlines() == [

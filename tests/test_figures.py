@@ -15,10 +15,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
-from zero1_helpers import analysis, figures, gallery, runs
-from zero1_helpers.__main__ import main
-from zero1_helpers.runs import load_run
-from zero1_helpers.training import VARIANTS
+from zero1_helpers.cli import main
+from zero1_helpers.measure import runs
+from zero1_helpers.measure.runs import load_run
+from zero1_helpers.report import figures, frames, gallery
+from zero1_helpers.training.variants import VARIANTS
 
 from .test_runs import cuda_trace, make_run
 
@@ -118,12 +119,12 @@ def test_one_colour_per_category_on_every_chart(run):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_downsampling_keeps_the_peak_each_bins_range_and_the_bytes_at_each_edge(run, rank):
-    whole = analysis.get_memory_timeline(run, rank)
-    marks = analysis.spans(run, rank)
+    whole = frames.get_memory_timeline(run, rank)
+    marks = frames.spans(run, rank)
     edges = np.array([*marks["start_ms"], *marks["end_ms"]])
     edges = edges[edges >= 0]
     assert len(edges) > 10 and any(marks["name"] == "step 2")
-    thin = analysis.downsample(whole, edges, bins=10)
+    thin = frames.downsample(whole, edges, bins=10)
     assert len(thin) < len(whole)
     assert (thin == whole.loc[thin.index]).all(axis=None)  # real rows only
     for name in ("total", *runs.CATEGORIES):
@@ -137,12 +138,12 @@ def test_downsampling_keeps_the_peak_each_bins_range_and_the_bytes_at_each_edge(
     at = [frame.iloc[np.searchsorted(frame["time_ms"], edges, side="right") - 1].drop(columns="time_ms")
           for frame in (whole, thin)]  # fmt: skip
     assert (at[0].to_numpy() == at[1].to_numpy()).all()
-    assert analysis.downsample(whole, edges, bins=10_000) is whole
+    assert frames.downsample(whole, edges, bins=10_000) is whole
 
 
 def test_every_row_of_a_timeline_knows_its_step_and_phase(run):
-    line = analysis.timelines(run)[1]
-    marks = analysis.spans(run, 1)
+    line = frames.timelines(run)[1]
+    marks = frames.spans(run, 1)
     for step in marks[marks["name"].str.startswith("step ")].itertuples():
         inside = line[line["time_ms"].between(step.start_ms, step.end_ms, inclusive="left")]
         assert len(inside) and inside["doing"].str.startswith(step.name).all()
@@ -152,7 +153,7 @@ def test_every_row_of_a_timeline_knows_its_step_and_phase(run):
 
 def test_the_peak_is_marked_where_it_is(run):
     ax = ONE["memory"](run).axes[0]
-    frame = analysis.get_memory_timeline(run, 1)
+    frame = frames.get_memory_timeline(run, 1)
     top = frame.loc[frame["total"].idxmax()]
     (dot,) = [line for line in ax.lines if line.get_marker() == "o"]
     assert (dot.get_xdata()[0], dot.get_ydata()[0]) == (top["time_ms"] / 1e3, top["total"] / 1e6)
@@ -185,7 +186,7 @@ def test_units_are_decimal():
 
 def test_schedule_draws_the_measured_intervals(run):
     fig = ONE["schedule"](run)
-    frame = analysis.schedule(run, 0, 1)
+    frame = frames.schedule(run, 0, 1)
     bars = [path for bar in fig.axes[0].collections for path in bar.get_paths()]
     assert len(bars) == len(frame) > 10
     widths = sorted(np.ptp(path.vertices[:, 0]) for path in bars)
@@ -282,7 +283,7 @@ def test_a_run_that_cannot_be_analysed_leaves_no_file(folder, tmp_path, monkeypa
     def fail(run):
         raise runs.RunError(f"{run.folder}: no communication")
 
-    monkeypatch.setattr(analysis, "comm_comp_overlap", fail)
+    monkeypatch.setattr(frames, "comm_comp_overlap", fail)
     files, _, damaged = drawn(folder, tmp_path / "out", "light", ("svg",), "temporal,overlap")
     assert damaged == 2 and set(files) == {"figures.json"}
 

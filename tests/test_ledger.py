@@ -9,10 +9,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.contenders import torch_ddp, torch_fsdp2, torch_zero
 from zero1_helpers import phases
-from zero1_helpers.ledger import MARKER, MemoryLedger, Note, account, peaks, without_blips
+from zero1_helpers.measure.ledger import MARKER, MemoryLedger, Note, account, peaks, without_blips
+from zero1_helpers.measure.profiler import get_profiler, read_trace
+from zero1_helpers.measure.runs import STATES, load_run
 from zero1_helpers.memory_math import local, nbytes, predict, state_bytes
-from zero1_helpers.profiling import get_profiler, read_trace
-from zero1_helpers.runs import STATES, load_run
 
 from .models import MLP, OPTIMIZERS, VARIANTS, UnusedOnSomeRanks, Variant, data, loss_of, make
 

@@ -13,9 +13,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import zero1_helpers as z
-from zero1_helpers import link as links
-from zero1_helpers.link import Link, Passage, current, emulate, lane, late_share, parse_link
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure import link as links
+from zero1_helpers.measure.link import Link, Passage, current, emulate, lane, late_share, parse_link
+from zero1_helpers.measure.runs import load_run
 
 MB = 1e6
 

@@ -19,7 +19,7 @@ from zero1_helpers import (
 )
 from zero1_helpers.memory_math import RECIPES, model_states, nbytes, predict, state_bytes
 from zero1_helpers.partition import Flat
-from zero1_helpers.training import flush_wait_step
+from zero1_helpers.training.loop import flush_wait_step
 
 from .models import (
     MLP,

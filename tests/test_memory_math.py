@@ -14,7 +14,7 @@ from zero1_helpers.memory_math import (
     state_bytes,
 )
 from zero1_helpers.partition import by_bytes, by_count
-from zero1_helpers.workload import meta_smol_model
+from zero1_helpers.training.workload import meta_smol_model
 
 from .models import MODELS, OPTIMIZERS, make
 

@@ -158,7 +158,7 @@ def test_a_cell_that_never_ends_is_stopped(tmp_path):
 
 
 def test_ranks_that_hang_are_stopped_before_the_runner_stops_the_kernel(tmp_path):
-    nb = small("%load_ext zero1_helpers\nimport zero1_helpers.cluster as c\nc._magics.timeout")
+    nb = small("%load_ext zero1_helpers\nimport zero1_helpers.ranks.magics as c\nc._magics.timeout")
     execute(nb, "x", folder=tmp_path, timeout=100)
     assert nb.cells[1].outputs[0].data["text/plain"] == "95.0"
 

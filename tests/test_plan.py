@@ -2,11 +2,11 @@
 
 import pytest
 
-from zero1_helpers.__main__ import main
-from zero1_helpers.link import PRESETS, Link
+from zero1_helpers.cli import main
+from zero1_helpers.measure.link import PRESETS, Link
 from zero1_helpers.memory_math import paper_table
-from zero1_helpers.plan import SCHEDULES, Network, Workload, growth, plan, stages
-from zero1_helpers.training import VARIANTS
+from zero1_helpers.report.plan import SCHEDULES, Network, Workload, growth, plan, stages
+from zero1_helpers.training.variants import VARIANTS
 
 GB = 1e9
 FAST, SLOW = Link(100 * GB), Link(10 * GB, 1e-3)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tools import make_post
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
 
 from .test_explorer import LOOKS, quiet
 from .test_runs import make_run
@@ -128,7 +128,7 @@ def test_dark_pictures_keep_colours_and_turn_paper_and_ink(tmp_path):
     import numpy as np
     from PIL import Image
 
-    from zero1_helpers import figures
+    from zero1_helpers.report import figures
 
     run = load_run(make_run(tmp_path / "tiny" / "ddp", variant="ddp"))
     light, dark = (

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import zero1_helpers as z
-from zero1_helpers.__main__ import main
-from zero1_helpers.analysis import comm_comp_overlap, temporal_breakdown
+from zero1_helpers.cli import main
+from zero1_helpers.measure.profiler import count_collectives
+from zero1_helpers.measure.runs import find_runs, load_run
 from zero1_helpers.memory_math import predict
 from zero1_helpers.partition import Flat
-from zero1_helpers.profiling import count_collectives
-from zero1_helpers.results import markdown, replace_marked, report, results_table
-from zero1_helpers.runs import find_runs, load_run
-from zero1_helpers.workload import get_preset, meta_smol_model
+from zero1_helpers.report.frames import comm_comp_overlap, temporal_breakdown
+from zero1_helpers.report.tables import markdown, replace_marked, report, results_table
+from zero1_helpers.training.workload import get_preset, meta_smol_model
 
 
 def record_all(rank, world_size, folder):
@@ -105,7 +105,7 @@ def test_the_table_and_the_report(recorded):
 
 
 def test_a_page_is_only_changed_between_its_marks():
-    from zero1_helpers.results import MARKS
+    from zero1_helpers.report.tables import MARKS
 
     page = f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n"
     assert replace_marked(page, "new") == f"before\n{MARKS[0]}\n\nnew\n\n{MARKS[1]}\nafter\n"

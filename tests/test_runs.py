@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from zero1_helpers import runs
-from zero1_helpers.runs import RunError, lane_view, load_run
+from zero1_helpers.measure import runs
+from zero1_helpers.measure.runs import RunError, lane_view, load_run
 
 BASE = 5_121_233_000_000.25  # profilers count microseconds from some old day, with fractions
 MAIN, GLOO = 4973, (4979, 4980)  # thread ids

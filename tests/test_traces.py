@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero1_helpers.analysis import step_seconds, temporal_breakdown
-from zero1_helpers.figures import schedule_diagram
-from zero1_helpers.link import parse_link
+from zero1_helpers.measure.link import parse_link
+from zero1_helpers.measure.runs import find_runs, load_run
 from zero1_helpers.memory_math import predict
 from zero1_helpers.partition import Flat, by_bytes, by_count
-from zero1_helpers.plan import Network, Workload, plan
-from zero1_helpers.results import MARKS, report, results_table
-from zero1_helpers.runs import find_runs, load_run
-from zero1_helpers.training import FLAT_MASTER, variants_of
-from zero1_helpers.workload import PRESETS as PRESET_SIZES
-from zero1_helpers.workload import meta_smol_model
+from zero1_helpers.report.figures import schedule_diagram
+from zero1_helpers.report.frames import step_seconds, temporal_breakdown
+from zero1_helpers.report.plan import Network, Workload, plan
+from zero1_helpers.report.tables import MARKS, report, results_table
+from zero1_helpers.training.variants import FLAT_MASTER, variants_of
+from zero1_helpers.training.workload import PRESETS as PRESET_SIZES
+from zero1_helpers.training.workload import meta_smol_model
 
 ROOT = Path(__file__).parent.parent
 PRESETS = ["small", "smollm2-360m"]

@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from zero1_helpers import ddp, training
-from zero1_helpers.gallery import draw_all
-from zero1_helpers.results import report, results_table
-from zero1_helpers.runs import find_runs, load_run
-from zero1_helpers.training import VARIANTS
+from zero1_helpers import ddp
+from zero1_helpers.measure.runs import find_runs, load_run
+from zero1_helpers.report.gallery import draw_all
+from zero1_helpers.report.tables import report, results_table
+from zero1_helpers.training import record, variants
+from zero1_helpers.training.variants import VARIANTS
 
 from .models import MLP, data, loss_of, make
 from .test_parity import bits_differ, max_difference
 
-# The guide in CONTRIBUTING.md, to the letter: its class where `ddp` is, its line where `training` is.
+# The guide in CONTRIBUTING.md, to the letter: its class where `ddp` is, its line where `variants` is.
 GUIDE = Path(__file__).parent.with_name("CONTRIBUTING.md").read_text(encoding="utf-8")
 CLASS, LINE = (textwrap.dedent(text) for text in re.findall(r"^ *```python\n(.*?)^ *```", GUIDE, re.M | re.S))
 exec(CLASS, added := dict(vars(ddp)))
-DUMMY = eval(LINE.strip().rstrip(","), {**vars(training), "OneCollectiveDDP": added["OneCollectiveDDP"]})
+DUMMY = eval(LINE.strip().rstrip(","), {**vars(variants), "OneCollectiveDDP": added["OneCollectiveDDP"]})
 
 
 def equal_to_one_process(rank, world_size, steps=4):
@@ -28,7 +29,7 @@ def equal_to_one_process(rank, world_size, steps=4):
     found = {}
     for variant in [*VARIANTS.values(), DUMMY]:
         reference, model = make(MLP), make(MLP)
-        reference_optimizer = training.adam(reference, 0.01)
+        reference_optimizer = variants.adam(reference, 0.01)
         wrapped, optimizer = variant.build(model, 0.01, 300 / 2**20)
         for step in range(steps):
             x, y = data(step, world_size)
@@ -51,7 +52,7 @@ def test_every_line_of_the_registry_trains_as_one_process(ranks):
 def record_both(rank, world_size, folder):
     with pytest.MonkeyPatch.context() as patch:  # these processes are used again
         patch.setitem(VARIANTS, DUMMY.name, DUMMY)
-        training.record_missing(["ddp", DUMMY.name], folder, "tiny", steps=2)
+        record.record_missing(["ddp", DUMMY.name], folder, "tiny", steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def folder(ranks, tmp_path_factory):
 
 def test_a_new_variant_is_in_every_figure_page_and_table(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(VARIANTS, DUMMY.name, DUMMY)
-    assert training.get_variant(DUMMY.name) is DUMMY  # what `zero1 record` asks
+    assert variants.get_variant(DUMMY.name) is DUMMY  # what `zero1 record` asks
     runs = [load_run(path) for path in find_runs(folder)]
     collectives = {run.variant: sum(c["calls"] for c in run.record["collectives"]) for run in runs}
     assert collectives[DUMMY.name] == 1 < collectives["ddp"]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import transformers
 from datasets.arrow_writer import ArrowWriter
 
-from zero1_helpers import workload
-from zero1_helpers.workload import (
+from zero1_helpers.training import workload
+from zero1_helpers.training.workload import (
     DATA_FOLDER,
     DATA_NAME,
     MODEL_NAME,

@@ -29,10 +29,10 @@ from PIL import Image, ImageFilter
 from pygments.formatters import HtmlFormatter
 
 from zero1_helpers import VARIANTS
-from zero1_helpers.explorer import trace_html
-from zero1_helpers.figures import COLOURS, THEMES
-from zero1_helpers.gallery import draw_all
-from zero1_helpers.runs import find_runs, load_run, write_atomic
+from zero1_helpers.measure.runs import find_runs, load_run, write_atomic
+from zero1_helpers.report.figures import COLOURS, THEMES
+from zero1_helpers.report.gallery import draw_all
+from zero1_helpers.report.pages import trace_html
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = Path(__file__).with_name("post.html")

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from zero1_helpers.figures import comparison, save
-from zero1_helpers.results import replace_marked, report
-from zero1_helpers.runs import find_runs, load_run, write_atomic
+from zero1_helpers.measure.runs import find_runs, load_run, write_atomic
+from zero1_helpers.report.figures import comparison, save
+from zero1_helpers.report.tables import replace_marked, report
 
 ROOT = Path(__file__).resolve().parent.parent
 

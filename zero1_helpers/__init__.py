@@ -1,56 +1,41 @@
 """Helpers of the ZeRO-1 notebook series. Read it in this order: memory_math, partition, ddp, zero, flat."""
 
+import importlib
 import os
 
 # Before torch is imported: its profiler and its process groups chatter otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from .analysis import get_memory_timeline  # noqa: E402
-from .ddp import SimpleDDP, SimpleDDPAsync, SimpleDDPBucket  # noqa: E402
-from .flat import FlatShardedOptimizer, SimpleDDPReduceScatter  # noqa: E402
-from .partition import by_bytes, by_count  # noqa: E402
-from .profiling import get_profiler  # noqa: E402
-from .training import VARIANTS, record, record_missing, train, use_link  # noqa: E402
-from .workload import (  # noqa: E402
-    get_dataloader,
-    get_dataset,
-    get_smol_model,
-    get_smol_tokenizer,
-    set_seed,
-    shard_dataset,
-)
-from .zero import ShardedOptimizer, SimpleDDPBucketAsync, ZeROOne  # noqa: E402
+_HOME = {  # public name: its module. A module is imported when one of its names is first used.
+    **dict.fromkeys(("SimpleDDP", "SimpleDDPAsync", "SimpleDDPBucket"), "ddp"),
+    **dict.fromkeys(("ShardedOptimizer", "SimpleDDPBucketAsync", "ZeROOne"), "zero"),
+    **dict.fromkeys(("FlatShardedOptimizer", "SimpleDDPReduceScatter"), "flat"),
+    **dict.fromkeys(("by_bytes", "by_count"), "partition"),
+    "get_memory_timeline": "report.frames",
+    "get_profiler": "measure.profiler",
+    "train": "training.loop",
+    "VARIANTS": "training.variants",
+    **dict.fromkeys(("record", "record_missing", "use_link"), "training.record"),
+    **dict.fromkeys(("get_dataloader", "get_dataset", "get_smol_model"), "training.workload"),
+    **dict.fromkeys(("get_smol_tokenizer", "set_seed", "shard_dataset"), "training.workload"),
+}
+__all__ = sorted(_HOME)
 
-__all__ = [
-    "VARIANTS",
-    "FlatShardedOptimizer",
-    "ShardedOptimizer",
-    "SimpleDDP",
-    "SimpleDDPAsync",
-    "SimpleDDPBucket",
-    "SimpleDDPBucketAsync",
-    "SimpleDDPReduceScatter",
-    "ZeROOne",
-    "by_bytes",
-    "by_count",
-    "get_dataloader",
-    "get_dataset",
-    "get_memory_timeline",
-    "get_profiler",
-    "get_smol_model",
-    "get_smol_tokenizer",
-    "record",
-    "record_missing",
-    "set_seed",
-    "shard_dataset",
-    "train",
-    "use_link",
-]
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})
 
 
 def load_ipython_extension(ipython):
     """`%load_ext zero1_helpers`: nbdistributed's magics, repaired."""
-    from .cluster import load_ipython_extension as load
+    from zero1_helpers.ranks.magics import load_ipython_extension as load
 
     load(ipython)

@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from .ddp import SimpleDDP
-from .flat import FlatShardedOptimizer
-from .flat_bucket import MASTER
-from .memory_math import is_counter
-from .partition import pieces_of
-from .zero import ZeROOne, instead
+from zero1_helpers.ddp import SimpleDDP
+from zero1_helpers.flat import FlatShardedOptimizer
+from zero1_helpers.flat_bucket import MASTER
+from zero1_helpers.memory_math import is_counter
+from zero1_helpers.partition import pieces_of
+from zero1_helpers.zero import ZeROOne, instead
 
 CHUNK = 2**20  # elements that a tensor travels in on its way to one rank
 WRAPPERS = SimpleDDP, nn.parallel.DistributedDataParallel, torch._dynamo.OptimizedModule

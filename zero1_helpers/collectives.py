@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .phases import announce
+from zero1_helpers.phases import announce
 
 # torch 2.13 gave them new names and warns about the old ones, which alone exist before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

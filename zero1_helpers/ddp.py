@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .partition import in_buckets
-from .phases import announce, phase
+from zero1_helpers.partition import in_buckets
+from zero1_helpers.phases import announce, phase
 
 _wrapper_of = weakref.WeakKeyDictionary()  # model -> weak reference to the wrapper around it
 

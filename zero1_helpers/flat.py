@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .ddp import SimpleDDPBucket
-from .flat_bucket import MASTER, FlatBucket, check_negative_zero
-from .partition import Flat
-from .phases import phase
-from .zero import instead, on_stream
+from zero1_helpers.ddp import SimpleDDPBucket
+from zero1_helpers.flat_bucket import MASTER, FlatBucket, check_negative_zero
+from zero1_helpers.partition import Flat
+from zero1_helpers.phases import phase
+from zero1_helpers.zero import instead, on_stream
 
 
 class SimpleDDPReduceScatter(SimpleDDPBucket):

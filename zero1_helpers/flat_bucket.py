@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .collectives import all_gather, reduce_scatter
-from .ddp import dense
-from .memory_math import is_counter
-from .partition import Flat, pieces_of, slice_width
-from .phases import announce
+from zero1_helpers.collectives import all_gather, reduce_scatter
+from zero1_helpers.ddp import dense
+from zero1_helpers.memory_math import is_counter
+from zero1_helpers.partition import Flat, pieces_of, slice_width
+from zero1_helpers.phases import announce
 
 MASTER = "master_param"  # the entry of a parameter's state that is its copy in more precision
 

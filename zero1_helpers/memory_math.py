@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .partition import Flat, Partition, assign_owners, by_count, pieces_of, slice_width
+from zero1_helpers.partition import Flat, Partition, assign_owners, by_count, pieces_of, slice_width
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .ddp import Bucket, SimpleDDPBucket, broadcast, plan_buckets
-from .partition import Partition, assign_owners, by_count
-from .phases import announce, phase
+from zero1_helpers.ddp import Bucket, SimpleDDPBucket, broadcast, plan_buckets
+from zero1_helpers.partition import Partition, assign_owners, by_count
+from zero1_helpers.phases import announce, phase
 
 is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 

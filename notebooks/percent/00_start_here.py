@@ -101,7 +101,7 @@ received.tolist()
 # %%local
 import pandas as pd
 
-from zero1_helpers.notebook import show_table
+from zero1_helpers.report.notebook import show_table
 
 names = {"before": "at first", "summed": "after all_reduce", "received": "after broadcast"}
 table = pd.DataFrame({title: [str(t.tolist()) for t in pull(name)] for name, title in names.items()})

@@ -51,7 +51,7 @@ print(f"{total / 1e9:.0f} GB for a billion parameters, {opt_state / total:.0%} o
 import pandas as pd
 
 from zero1_helpers.memory_math import RECIPES
-from zero1_helpers.notebook import show_table
+from zero1_helpers.report.notebook import show_table
 
 rows = {r.title: [r.params, r.grads, r.opt_state] for r in RECIPES.values()}
 table = pd.DataFrame(rows, index=["params", "grads", "K"]).T
@@ -174,7 +174,7 @@ assert saving("bf16", 4) == 0.375
 # %%local
 from matplotlib.figure import Figure
 
-from zero1_helpers.figures import COLOURS, show
+from zero1_helpers.report.figures import COLOURS, show
 
 fig = Figure(figsize=(7.2, 3.2), dpi=130, layout="constrained")
 axes = fig.subplots(1, 2, sharey=True)
@@ -205,7 +205,7 @@ show(fig)
 
 # %%
 # %%local
-from zero1_helpers.workload import meta_smol_model
+from zero1_helpers.training.workload import meta_smol_model
 
 smol = meta_smol_model("smollm2-360m")
 psi, tensors = sum(p.numel() for p in smol.parameters()), len(list(smol.parameters()))
@@ -377,7 +377,7 @@ print(f"equal parts would be {mean:,.0f} B; the fullest rank holds {most / mean:
 
 # %%
 from zero1_helpers import record
-from zero1_helpers.workload import get_preset
+from zero1_helpers.training.workload import get_preset
 
 batch_size = get_preset().batch_size
 for name, size in {"memory-quarter": batch_size // 4, "memory-whole": batch_size}.items():
@@ -385,8 +385,8 @@ for name, size in {"memory-quarter": batch_size // 4, "memory-whole": batch_size
 
 # %%
 # %%local
-from zero1_helpers.analysis import get_memory_timeline
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
+from zero1_helpers.report.frames import get_memory_timeline
 
 runs = [load_run(f"../build/runs/memory-{name}") for name in ("quarter", "whole")]
 rows = {f"batch of {run.record['data']['batch_size']}": get_memory_timeline(run, 0).max() / 1e6 for run in runs}

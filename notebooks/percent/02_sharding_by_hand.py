@@ -83,7 +83,7 @@ assert all(p is q for p, q in zip(params, model.parameters(), strict=True))
 # Who gets what? The post's rule: the same number of *tensors* for each rank, however large they are. Try it first on the post's model. On the meta device it has names and shapes but no storage, so it costs nothing here.
 
 # %%
-from zero1_helpers.workload import meta_smol_model
+from zero1_helpers.training.workload import meta_smol_model
 
 real = list(meta_smol_model("smollm2-360m").parameters())
 print(f"{sum(p.numel() for p in real):,} parameters in {len(real)} tensors, on {real[0].device}")
@@ -208,7 +208,7 @@ assert not any(m for m, owner in zip(moved, owners, strict=True) if owner != ran
 # %%local
 import pandas as pd
 
-from zero1_helpers.notebook import show_table
+from zero1_helpers.report.notebook import show_table
 
 sizes = {"tensors": pull("kept"), "state, B": pull("state_bytes(optimizer)[0]")}
 table = pd.DataFrame(sizes).rename_axis("rank")
@@ -257,7 +257,7 @@ assert any(behind), "the step changed nothing on the other ranks"
 # As a picture: which tensors are new, on which rank?
 
 # %%
-from zero1_helpers.profiling import environment
+from zero1_helpers.measure.profiler import environment
 
 about = environment(device.type == "cuda")
 
@@ -266,7 +266,7 @@ about = environment(device.type == "cuda")
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from zero1_helpers.figures import COLOURS, show
+from zero1_helpers.report.figures import COLOURS, show
 
 
 # %%

@@ -88,7 +88,7 @@ for g, averaged in zip(mine, by_hand, strict=True):
 # %%
 # %%local
 from zero1_helpers import SimpleDDP
-from zero1_helpers.notebook import show_source, show_table
+from zero1_helpers.report.notebook import show_source, show_table
 
 show_source(SimpleDDP)
 
@@ -143,7 +143,7 @@ batches = islice(get_dataloader(shard), steps)
 
 # %%
 from zero1_helpers import get_profiler, train
-from zero1_helpers.training import describe
+from zero1_helpers.training.record import describe
 
 about = describe("ddp", shard)
 with get_profiler("../build/runs/ddp", steps, model=ddp_model, optimizer=optimizer, **about) as prof:
@@ -165,7 +165,7 @@ assert all(p.grad is None for p in model.parameters())
 
 # %%
 # %%local
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
 
 run = load_run("../build/runs/ddp")
 for file in sorted(run.folder.iterdir()):
@@ -187,7 +187,7 @@ print("mean losses", *(f"{loss:.4f}" for loss in means))
 
 # %%
 # %%local
-from zero1_helpers.figures import memory_timeline, show
+from zero1_helpers.report.figures import memory_timeline, show
 
 show(memory_timeline(run))
 
@@ -236,7 +236,7 @@ print(f"opt_state on all ranks: {copies:,} B, of which {copies - predicted['opt_
 
 # %%
 # %%local
-from zero1_helpers.analysis import annotations, get_memory_timeline
+from zero1_helpers.report.frames import annotations, get_memory_timeline
 
 born = run.memory(0).query("category == 'opt_state'")["time_us"]
 phases = annotations(run)
@@ -270,8 +270,8 @@ print(f"activations are at {100 * peak['activations'] / line['activations'].max(
 
 # %%
 # %%local
-from zero1_helpers.analysis import comm_comp_overlap, temporal_breakdown
-from zero1_helpers.figures import temporal_breakdown as draw_temporal
+from zero1_helpers.report.figures import temporal_breakdown as draw_temporal
+from zero1_helpers.report.frames import comm_comp_overlap, temporal_breakdown
 
 show(draw_temporal(run))
 
@@ -294,7 +294,7 @@ print(f"non-compute {parts['non_compute_pct'].mean():.0f} % here; the post: 16 %
 
 # %%
 # %%local
-from zero1_helpers.figures import kernel_breakdown, overlap
+from zero1_helpers.report.figures import kernel_breakdown, overlap
 
 show(overlap(run))
 assert (comm_comp_overlap(run)["overlap_pct"] < 5).all()
@@ -340,8 +340,8 @@ assert abs(reduce["bytes_sent"] - ring) <= 1
 
 # %%
 # %%local
-from zero1_helpers.analysis import schedule
-from zero1_helpers.figures import schedule_diagram
+from zero1_helpers.report.figures import schedule_diagram
+from zero1_helpers.report.frames import schedule
 
 show(schedule_diagram(run))
 
@@ -364,7 +364,7 @@ print(f"backward {backward['end_ms'] - backward['start_ms']:.0f} ms, "
 
 # %%
 # %%local
-from zero1_helpers.analysis import kernel_breakdown as kernels
+from zero1_helpers.report.frames import kernel_breakdown as kernels
 
 _, table = kernels(run)
 calls = table[table["kernel_type"] == "COMMUNICATION"]
@@ -390,7 +390,7 @@ if link is not None:
 
 # %%
 # %%local
-from zero1_helpers.results import PUBLISHED, results_table
+from zero1_helpers.report.tables import PUBLISHED, results_table
 
 columns = ["predicted", "opt_state", "states", "peak", "non_compute_pct", "overlap_pct", "collectives", "sent", "loss"]
 table = results_table([run])[columns]

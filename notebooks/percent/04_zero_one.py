@@ -121,7 +121,7 @@ assert all(p.grad is None for p in bare.params)
 # %%
 # %%local
 from zero1_helpers import ZeROOne
-from zero1_helpers.notebook import show_source
+from zero1_helpers.report.notebook import show_source
 from zero1_helpers.zero import only
 
 show_source(ZeROOne, only)
@@ -171,7 +171,7 @@ for name, twin in zip(["the bare class", "a whole Adam"], twins, strict=True):
 
 # %%
 from zero1_helpers import get_profiler
-from zero1_helpers.training import describe
+from zero1_helpers.training.record import describe
 
 model = SimpleDDP(new_model())
 optimizer = ZeROOne(torch.optim.Adam(model.parameters(), lr=1e-3))
@@ -186,7 +186,7 @@ check_same_values(model.module)
 
 # %%
 # %%local
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
 
 ddp, zero1 = load_run("../build/runs/ddp"), load_run("../build/runs/zero1")
 tolerance = 1e-4 if ddp.record["model"]["dtype"] == "float32" else 0.05
@@ -201,7 +201,7 @@ for a, b in zip(ddp.record["losses"], zero1.record["losses"], strict=True):
 
 # %%
 # %%local
-from zero1_helpers.figures import memory_timeline, show
+from zero1_helpers.report.figures import memory_timeline, show
 
 show(memory_timeline(ddp))
 show(memory_timeline(zero1))
@@ -236,7 +236,7 @@ assert measured == predicted
 
 # %%
 # %%local
-from zero1_helpers.figures import bytes_per_rank
+from zero1_helpers.report.figures import bytes_per_rank
 
 model_info, world_size = zero1.record["model"], zero1.world_size
 rounding = 0 if zero1.record["device"] == "cpu" else 2 * 512 * model_info["tensors"]
@@ -252,7 +252,7 @@ show(bytes_per_rank([ddp, zero1]))
 # %%
 # %%local
 from zero1_helpers import by_bytes, by_count
-from zero1_helpers.workload import meta_smol_model
+from zero1_helpers.training.workload import meta_smol_model
 
 smol, gpus = meta_smol_model(), 4  # the post's
 params = list(smol.parameters())
@@ -357,7 +357,7 @@ assert moved == {"ddp": 2, "zero1": 3} and ops["broadcast"]["calls"] == tensors
 
 # %%
 # %%local
-from zero1_helpers.analysis import annotations
+from zero1_helpers.report.frames import annotations
 
 
 def milliseconds(run, phase):
@@ -373,14 +373,14 @@ assert milliseconds(zero1, "broadcast") > 0
 
 # %%
 # %%local
-from zero1_helpers.figures import kernel_breakdown, overlap, temporal_breakdown
+from zero1_helpers.report.figures import kernel_breakdown, overlap, temporal_breakdown
 
 show(temporal_breakdown(ddp))
 show(temporal_breakdown(zero1))
 
 # %%
 # %%local
-from zero1_helpers.analysis import comm_comp_overlap
+from zero1_helpers.report.frames import comm_comp_overlap
 
 show(overlap(zero1))
 percent = comm_comp_overlap(zero1)["overlap_pct"]
@@ -399,7 +399,7 @@ show(kernel_breakdown(zero1))
 
 # %%
 # %%local
-from zero1_helpers.analysis import temporal_breakdown as breakdown
+from zero1_helpers.report.frames import temporal_breakdown as breakdown
 
 for name, folder in {"yours": "../build/runs", "recorded": "../traces/small"}.items():
     before, after = [breakdown(load_run(f"{folder}/{v}"))["non_compute_pct"].mean() for v in ("ddp", "zero1")]
@@ -414,8 +414,8 @@ assert before < after  # as recorded
 
 # %%
 # %%local
-from zero1_helpers.notebook import show_table
-from zero1_helpers.results import results_table
+from zero1_helpers.report.notebook import show_table
+from zero1_helpers.report.tables import results_table
 
 columns = ["predicted", "opt_state", "states", "peak", "collectives", "sent", "non_compute_pct", "overlap_pct"]
 table = results_table([ddp, zero1, balanced])[columns]

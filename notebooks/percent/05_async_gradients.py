@@ -173,7 +173,7 @@ assert len(notes) == (1 if rank == 0 else 2)
 # %%
 # %%local
 from zero1_helpers import SimpleDDPAsync
-from zero1_helpers.notebook import show_source
+from zero1_helpers.report.notebook import show_source
 
 show_source(SimpleDDPAsync)
 
@@ -283,7 +283,7 @@ def after_backward(model, optimizer):
 from itertools import islice
 
 from zero1_helpers import ZeROOne, get_profiler, train
-from zero1_helpers.training import describe
+from zero1_helpers.training.record import describe
 
 model = SimpleDDPAsync(new_model())
 optimizer = ZeROOne(torch.optim.Adam(model.parameters(), lr=1e-3))
@@ -293,7 +293,7 @@ with get_profiler("../build/runs/zero1-async", steps=4, model=model, optimizer=o
 
 # %%
 # %%local
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
 
 ddp, zero1, zero1_async = [load_run(f"../build/runs/{v}") for v in ("ddp", "zero1", "zero1-async")]
 tolerance = 1e-4 if ddp.record["model"]["dtype"] == "float32" else 0.05
@@ -320,7 +320,7 @@ assert ops["all_reduce"]["calls"] == ops["broadcast"]["calls"] == run.record["mo
 
 # %%
 # %%local
-from zero1_helpers.figures import schedule_diagram, show
+from zero1_helpers.report.figures import schedule_diagram, show
 
 show(schedule_diagram(zero1))
 
@@ -342,7 +342,7 @@ show(schedule_diagram(zero1_async))
 
 # %%
 # %%local
-from zero1_helpers.analysis import schedule
+from zero1_helpers.report.frames import schedule
 
 rows = schedule(zero1_async)
 end = rows.loc[rows["kind"] == "backward", "end_ms"].max()
@@ -357,14 +357,14 @@ assert early["all-reduce"] > 0 and early["broadcast"] == 0
 
 # %%
 # %%local
-from zero1_helpers.figures import kernel_breakdown, overlap, temporal_breakdown
+from zero1_helpers.report.figures import kernel_breakdown, overlap, temporal_breakdown
 
 show(overlap(zero1))
 show(overlap(zero1_async))
 
 # %%
 # %%local
-from zero1_helpers.analysis import comm_comp_overlap
+from zero1_helpers.report.frames import comm_comp_overlap
 
 before, after = [comm_comp_overlap(run)["overlap_pct"].mean() for run in (zero1, zero1_async)]
 print(f"overlap: {before:.1f} % synchronous, {after:.1f} % asynchronous")
@@ -384,7 +384,7 @@ show(kernel_breakdown(zero1_async))
 
 # %%
 # %%local
-from zero1_helpers.analysis import annotations
+from zero1_helpers.report.frames import annotations
 
 for run in (zero1, zero1_async):
     marks = [m[m["name"] == "backward"] for m in (annotations(run, r) for r in range(run.world_size))]
@@ -398,7 +398,7 @@ for run in (zero1, zero1_async):
 
 # %%
 # %%local
-from zero1_helpers.figures import memory_timeline
+from zero1_helpers.report.figures import memory_timeline
 
 show(memory_timeline(zero1_async))
 
@@ -430,8 +430,8 @@ assert 0 < more < 1.05 * embedding
 
 # %%
 # %%local
-from zero1_helpers.notebook import show_table
-from zero1_helpers.results import results_table
+from zero1_helpers.report.notebook import show_table
+from zero1_helpers.report.tables import results_table
 
 columns = ["opt_state", "states", "peak", "collectives", "sent", "non_compute_pct", "overlap_pct", "step_s"]
 table = results_table([ddp, zero1, zero1_async])[columns]

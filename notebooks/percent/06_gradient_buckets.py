@@ -177,7 +177,7 @@ assert flag.item() == world_size - 1
 
 # %%
 from zero1_helpers.ddp import plan_buckets
-from zero1_helpers.workload import get_preset
+from zero1_helpers.training.workload import get_preset
 
 cap = get_preset().bucket_cap_mb
 buckets = plan_buckets(params, cap * 2**20)
@@ -191,7 +191,7 @@ plan = [(len(b.params), sum(p.numel() * p.element_size() for p in b.params) / 1e
 # %%local
 import pandas as pd
 
-from zero1_helpers.notebook import show_table
+from zero1_helpers.report.notebook import show_table
 
 table = pd.DataFrame(pull("plan")[0], columns=["gradients", "MB"])
 table["gradients"] = table["gradients"].astype(int).astype(str)
@@ -205,7 +205,7 @@ assert all(plan == pull("plan")[0] for plan in pull("plan")), "ranks disagree"
 # %%
 # %%local
 from zero1_helpers.ddp import plan_buckets
-from zero1_helpers.workload import meta_smol_model
+from zero1_helpers.training.workload import meta_smol_model
 
 smol = list(meta_smol_model().parameters())
 plan = plan_buckets(smol, 25 * 2**20)
@@ -215,7 +215,7 @@ assert sum(len(b.params) for b in plan) == len(smol) and min(fill[:-1]) >= cap
 
 # %%
 # %%local
-from zero1_helpers.figures import COLOURS, Figure, show
+from zero1_helpers.report.figures import COLOURS, Figure, show
 
 fig = Figure(figsize=(7.2, 2.4), dpi=130, layout="constrained")
 ax = fig.subplots()
@@ -238,7 +238,7 @@ show(fig)
 # %%
 # %%local
 from zero1_helpers.ddp import Bucket, SimpleDDPBucket
-from zero1_helpers.notebook import show_source
+from zero1_helpers.report.notebook import show_source
 
 show_source(SimpleDDPBucket, Bucket, plan_buckets)
 
@@ -267,7 +267,7 @@ def after_backward(model, optimizer):
 from itertools import islice
 
 from zero1_helpers import SimpleDDPBucket, ZeROOne, get_profiler, train
-from zero1_helpers.training import describe
+from zero1_helpers.training.record import describe
 
 set_seed()
 model = get_smol_model().to(device)
@@ -294,7 +294,7 @@ record_missing(["ddp", "zero1", "zero1-async"], "../build/runs", device=device)
 
 # %%
 # %%local
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
 
 names = ["ddp", "zero1", "zero1-async", "zero1-bucket"]
 runs = {name: load_run(f"../build/runs/{name}") for name in names}
@@ -335,8 +335,8 @@ assert bucket["bytes"] == grads + flags == single["bytes"]
 
 # %%
 # %%local
-from zero1_helpers import figures
-from zero1_helpers.figures import show
+from zero1_helpers.report import figures
+from zero1_helpers.report.figures import show
 
 show(figures.schedule_diagram(runs["zero1-bucket"]))
 
@@ -390,7 +390,7 @@ show(figures.kernel_breakdown(runs["zero1-bucket"]))
 
 # %%
 # %%local
-from zero1_helpers.results import results_table
+from zero1_helpers.report.tables import results_table
 
 columns = ["opt_state", "states", "peak", "collectives", "sent", "non_compute_pct", "overlap_pct", "step_s"]
 show_table(results_table(runs.values())[columns], runs["zero1-bucket"].setting)

@@ -74,7 +74,7 @@ assert changed == [len(params) - 1], "exactly one parameter should have changed"
 
 # %%
 # %%local
-from zero1_helpers.notebook import show_source
+from zero1_helpers.report.notebook import show_source
 from zero1_helpers.zero import only
 
 show_source(only)
@@ -239,8 +239,8 @@ def after_backward(model, optimizer):
 from itertools import islice
 
 from zero1_helpers import SimpleDDPBucketAsync, get_profiler, train
-from zero1_helpers.training import describe
-from zero1_helpers.workload import get_preset
+from zero1_helpers.training.record import describe
+from zero1_helpers.training.workload import get_preset
 
 set_seed()
 model = get_smol_model().to(device)
@@ -280,7 +280,7 @@ print(f"{flat.numel():,} numbers equal rank 0's; gradients left: {sum(p.grad is 
 
 # %%
 # %%local
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
 
 names = ["ddp", "zero1", "zero1-async", "zero1-bucket", "zero1-overlap"]
 runs = {name: load_run(f"../build/runs/{name}") for name in names}
@@ -297,7 +297,7 @@ for ours, theirs in zip(run.record["losses"], baseline.record["losses"], strict=
 
 # %%
 # %%local
-from zero1_helpers.analysis import annotations
+from zero1_helpers.report.frames import annotations
 
 marks = [annotations(run, rank)["name"] for rank in range(run.world_size)]
 done = [[m.replace("wait", "finish") for m in names if m.startswith(("launch", "wait"))] for names in marks]
@@ -337,8 +337,8 @@ assert calls["broadcast"] == round((one + (steps - 1) * other + 1) / steps)
 
 # %%
 # %%local
-from zero1_helpers import figures
-from zero1_helpers.figures import show
+from zero1_helpers.report import figures
+from zero1_helpers.report.figures import show
 
 show(figures.schedule_diagram(run))
 
@@ -358,7 +358,7 @@ show(figures.memory_timeline(run))
 
 # %%
 # %%local
-from zero1_helpers.analysis import get_memory_timeline, steps
+from zero1_helpers.report.frames import get_memory_timeline, steps
 
 
 def step_peaks(run):  # MB of grads + buckets
@@ -401,7 +401,7 @@ for memory, predicted in zip(run.record["memory"], run.record["predicted"], stri
 # %%
 # %%local
 from zero1_helpers.ddp import plan_buckets
-from zero1_helpers.workload import meta_smol_model
+from zero1_helpers.training.workload import meta_smol_model
 
 
 def most_alive(sizes):
@@ -444,7 +444,7 @@ show(figures.kernel_breakdown(run))
 
 # %%
 # %%local
-from zero1_helpers.analysis import comm_comp_overlap, temporal_breakdown
+from zero1_helpers.report.frames import comm_comp_overlap, temporal_breakdown
 
 for title, folder in {"yours": "../build/runs", "recorded": "../traces/small"}.items():
     for name in names:
@@ -458,8 +458,8 @@ assert hidden >= 87 and exposed <= 7  # the overlapped class, as recorded
 
 # %%
 # %%local
-from zero1_helpers.notebook import show_table
-from zero1_helpers.results import results_table
+from zero1_helpers.report.notebook import show_table
+from zero1_helpers.report.tables import results_table
 
 columns = ["opt_state", "states", "peak", "collectives", "sent", "non_compute_pct", "overlap_pct", "step_s"]
 show_table(results_table(runs.values())[columns], run.setting)

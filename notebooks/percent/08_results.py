@@ -39,9 +39,9 @@ names = list(VARIANTS)
 
 # %%
 # %%local
-from zero1_helpers.notebook import show_table
-from zero1_helpers.results import results_table
-from zero1_helpers.runs import load_run, setting_of
+from zero1_helpers.measure.runs import load_run, setting_of
+from zero1_helpers.report.notebook import show_table
+from zero1_helpers.report.tables import results_table
 
 names = pull("names")[0]
 live = [load_run(f"../build/runs/{name}") for name in names]
@@ -55,7 +55,7 @@ show_table(table, setting_of(live))
 
 # %%
 # %%local
-from zero1_helpers import figures
+from zero1_helpers.report import figures
 
 figures.show(figures.comparison(live))
 
@@ -116,7 +116,7 @@ assert max(order["zero1-overlap"], order["zero1-bucket"]) < order["zero1-async"]
 
 # %%
 # %%local
-from zero1_helpers.runs import find_runs
+from zero1_helpers.measure.runs import find_runs
 
 recorded = {run.variant: run for run in map(load_run, find_runs("../traces/small"))}
 small = results_table(recorded.values())
@@ -192,8 +192,8 @@ for rate in rates:
 
 # %%
 # %%local
-from zero1_helpers.link import Link
-from zero1_helpers.plan import Network, Workload, plan
+from zero1_helpers.measure.link import Link
+from zero1_helpers.report.plan import Network, Workload, plan
 
 compute, rates, raced = max(pull("compute")), pull("rates")[0], pull("raced")[0]
 measured = {(rate, name): seconds for rate, name, seconds in pull("times")[0]}
@@ -203,7 +203,7 @@ steps = {speed: plan(work, live[0].world_size, Network(Link(speed * 1e6, 1e-3)))
 
 # %%
 # %%local
-from zero1_helpers.figures import Figure
+from zero1_helpers.report.figures import Figure
 
 fig = Figure(figsize=(7.2, 3.6), dpi=130, layout="constrained")
 ax = fig.subplots()
@@ -277,7 +277,7 @@ figures.show(figures.bytes_per_rank([full[name] for name in names]))
 
 # %%
 # %%local
-from zero1_helpers.results import PUBLISHED
+from zero1_helpers.report.tables import PUBLISHED
 
 show_table(PUBLISHED, "Published in the post. SmolLM2-360M, pure bf16, Adam, 4 GPUs, batch 16, 4 steps.")
 

@@ -26,9 +26,9 @@
 # %%local
 import pandas as pd
 
-from zero1_helpers.notebook import show_source, show_table
 from zero1_helpers.partition import by_bytes, by_count
-from zero1_helpers.workload import meta_smol_model
+from zero1_helpers.report.notebook import show_source, show_table
+from zero1_helpers.training.workload import meta_smol_model
 
 smol = meta_smol_model()
 names, params = zip(*smol.named_parameters(), strict=True)
@@ -62,7 +62,7 @@ print(f"rank 0 without its largest tensor: {counted['elements'][0] - counted['it
 from torch.optim import Adam
 
 from zero1_helpers.memory_math import predict
-from zero1_helpers.results import PUBLISHED
+from zero1_helpers.report.tables import PUBLISHED
 
 whole = predict(smol, Adam, partition=None)[0].opt_state
 state = {"by count": [r.opt_state for r in predict(smol, Adam, gpus, by_count)]}
@@ -85,7 +85,7 @@ assert abs(state["by count"][0] / whole - published["zero1"] / published["ddp"])
 
 # %%
 # %%local
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
 
 full = {name: load_run(f"../traces/smollm2-360m/{name}") for name in ("ddp", "zero1", "zero1-balanced", "flat")}
 memory = pd.DataFrame(full["zero1"].record["memory"])[["opt_state", "peak_states", "peak"]].rename_axis("rank")
@@ -102,7 +102,7 @@ assert memory["peak_states"][0] - memory["peak_states"][1] == memory["opt_state"
 
 # %%
 # %%local
-from zero1_helpers.analysis import get_memory_timeline, spans
+from zero1_helpers.report.frames import get_memory_timeline, spans
 
 
 def most_scratch(run, rank):
@@ -279,7 +279,7 @@ assert [round(100 * (1 - max(state[split]) / whole)) for split in recorded] == [
 
 # %%
 # %%local
-from zero1_helpers import figures
+from zero1_helpers.report import figures
 
 figures.show(figures.bytes_per_rank([full[variant] for variant in recorded.values()]))
 

@@ -152,7 +152,7 @@ layout = [(name, p.numel()) for name, p in model.named_parameters()]
 # %%local
 from matplotlib.figure import Figure
 
-from zero1_helpers.figures import COLOURS, show
+from zero1_helpers.report.figures import COLOURS, show
 
 
 def draw_row(ax, y, blocks, colour):
@@ -235,8 +235,8 @@ assert state_bytes(optimizer)[0] == 2 * 8 * width, "two moments, 8 B each, of th
 
 # %%
 # %%local
-from zero1_helpers.notebook import show_source
 from zero1_helpers.partition import Flat, in_buckets, pieces_of, slice_width
+from zero1_helpers.report.notebook import show_source
 
 show_source(in_buckets, Flat, slice_width, pieces_of)
 
@@ -245,7 +245,7 @@ show_source(in_buckets, Flat, slice_width, pieces_of)
 
 # %%
 # %%local
-from zero1_helpers.workload import meta_smol_model
+from zero1_helpers.training.workload import meta_smol_model
 
 smol = list(meta_smol_model().parameters())
 plan = Flat(bucket_cap_mb=25, first_bucket_mb=1).buckets(smol)
@@ -365,7 +365,7 @@ link = use_link(folder="../build/runs")
 from itertools import islice
 
 from zero1_helpers import get_dataloader, get_dataset, get_smol_model, shard_dataset
-from zero1_helpers.workload import get_preset
+from zero1_helpers.training.workload import get_preset
 
 set_seed()
 data = shard_dataset(get_dataset()["train"], rank, world_size)
@@ -375,7 +375,8 @@ ddp_model = SimpleDDPReduceScatter(model, optimizer)
 
 # %%
 from zero1_helpers import get_profiler, train
-from zero1_helpers.training import describe, flush_wait_step
+from zero1_helpers.training.loop import flush_wait_step
+from zero1_helpers.training.record import describe
 
 with get_profiler("../build/runs/flat", steps=4, model=ddp_model, optimizer=optimizer,
                   **describe("flat", data)) as prof:  # fmt: skip
@@ -395,7 +396,7 @@ record_missing(["ddp", "zero1", "zero1-overlap"], "../build/runs", device=device
 
 # %%
 # %%local
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
 
 runs = {name: load_run(f"../build/runs/{name}") for name in ("ddp", "zero1", "zero1-overlap", "flat")}
 run, baseline = runs["flat"], runs["ddp"]
@@ -450,7 +451,7 @@ print(f"opt_state {predicted.opt_state:,} B; the whole, divided by the ranks: {w
 
 # %%
 # %%local
-from zero1_helpers import figures
+from zero1_helpers.report import figures
 
 show(figures.schedule_diagram(run))
 
@@ -802,8 +803,8 @@ assert len(optimizer.buckets) == 1 and gap(model, alone) < 1e-12
 
 # %%
 # %%local
-from zero1_helpers.notebook import show_table
-from zero1_helpers.results import results_table
+from zero1_helpers.report.notebook import show_table
+from zero1_helpers.report.tables import results_table
 
 columns = ["opt_state", "states", "peak", "collectives", "sent", "non_compute_pct", "overlap_pct", "step_s"]
 show_table(results_table(runs.values())[columns], run.setting)

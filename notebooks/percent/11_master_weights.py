@@ -99,7 +99,7 @@ def moved(lr):
 # %%local
 import pandas as pd
 
-from zero1_helpers.notebook import show_table
+from zero1_helpers.report.notebook import show_table
 
 rates, table = (1e-3, 1e-4, 1e-5, 1e-6), pd.DataFrame()
 for lr in rates:
@@ -176,7 +176,7 @@ assert 4 * (len(master) + moments) == 12 * len(weights) // world_size  # K = 12,
 # %%
 # %%local
 from zero1_helpers.flat_bucket import FlatPieces
-from zero1_helpers.notebook import show_source
+from zero1_helpers.report.notebook import show_source
 
 show_source(FlatPieces)
 
@@ -241,7 +241,7 @@ curves = {
 # %%local
 from matplotlib.figure import Figure
 
-from zero1_helpers.figures import BLUE, GREEN, RED, show
+from zero1_helpers.report.figures import BLUE, GREEN, RED, show
 
 losses = sum(pd.DataFrame(c) for c in pull("curves")) / len(pull("rank"))
 smooth = losses.rolling(20, min_periods=1).mean()
@@ -330,8 +330,8 @@ assert shared["opt_state"].sum() == 12 * psi
 
 # %%
 from zero1_helpers import get_profiler, train
-from zero1_helpers.training import flush_wait_step
-from zero1_helpers.workload import get_preset
+from zero1_helpers.training.loop import flush_wait_step
+from zero1_helpers.training.workload import get_preset
 
 model, optimizer = wrap(new_model(), master_weights=True)
 with get_profiler("../build/runs/master", 2, model=model, optimizer=optimizer,
@@ -340,8 +340,8 @@ with get_profiler("../build/runs/master", 2, model=model, optimizer=optimizer,
 
 # %%
 # %%local
-from zero1_helpers.figures import memory_timeline
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
+from zero1_helpers.report.figures import memory_timeline
 
 recorded = load_run("../build/runs/master")
 show(memory_timeline(recorded))
@@ -480,7 +480,7 @@ assert apart < 2**-7 and (apart > 0 or world_size == 1)
 # 3. fp16 has 11 significant bits. Adapt `spacing`, and repeat the table with lr 1e-4. Why is fp16 not simply better?
 #
 #    <details><summary>Solution</summary>
-#    <code>2**-11</code> in place of <code>2**-8</code>. Its smallest numbers are much larger than bf16's, so small gradients become 0: hence <code>GradScaler</code>, here <code>practice.scaler_step</code>.
+#    <code>2**-11</code> in place of <code>2**-8</code>. Its smallest numbers are much larger than bf16's, so small gradients become 0: hence <code>GradScaler</code>, here <code>clip.scaler_step</code>.
 #    </details>
 #
 # 4. Save with `checkpoint.full_state_dict`, delete every `"master_param"` and resume. What is lost, and for how many steps does it matter?

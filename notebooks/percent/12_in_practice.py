@@ -309,9 +309,9 @@ assert norm.item() == 0
 # function does the sum above where it is needed. (`ZeROOne` needs none: each rank has all gradients.)
 
 # %%
-from zero1_helpers import practice
+from zero1_helpers import clip
 
-found = practice.clip_grad_norm_(optimizer, 0.1).item()
+found = clip.clip_grad_norm_(optimizer, 0.1).item()
 print(f"norm before {found:.4f}")
 assert abs(found - true) < 1e-12
 optimizer.zero_grad()
@@ -324,7 +324,7 @@ def clip_alone(optimizer):
     nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
 
 def clip(optimizer):
-    practice.clip_grad_norm_(optimizer, 0.1)
+    clip.clip_grad_norm_(optimizer, 0.1)
 
 # %%
 reference, _ = alone(range(5), before_step=clip_alone)
@@ -407,7 +407,7 @@ for group in optimizer.param_groups:
 optimizer.step()
 
 # %%
-practice.check_in_sync(model)
+clip.check_in_sync(model)
 moved = sum((p != old).sum().item() for p, old in zip(model.parameters(), before, strict=True))
 total = sum(p.numel() for p in model.parameters())
 print(f"all ranks agree, and {moved} of {total} elements have moved")
@@ -426,7 +426,7 @@ def run_fp16(make, steps=20):
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**24)
     for step in range(steps):
         backward(wrapped, step, scaler.scale(torch.ones((), device=device)))
-        practice.scaler_step(scaler, optimizer, max_norm=1.0)
+        clip.scaler_step(scaler, optimizer, max_norm=1.0)
         before = scaler.get_scale()
         scaler.update()
         skipped += scaler.get_scale() < before
@@ -438,7 +438,7 @@ from math import log2
 
 for make in makers:
     model, skipped, scale = run_fp16(make)
-    practice.check_in_sync(model)
+    clip.check_in_sync(model)
     print(f"{make.__name__:7} {skipped} steps skipped, then a scale of 2^{log2(scale):.0f}")
     assert 0 < skipped < 20 and all(p.isfinite().all() for p in model.parameters())
 
@@ -468,7 +468,7 @@ scaler.step(optimizer)
 # %%
 message = ""
 try:
-    practice.check_in_sync(model)
+    clip.check_in_sync(model)
 except ValueError as error:
     message = str(error)
 print(message)
@@ -650,7 +650,7 @@ for name, (p, piece, start) in shard_of(model, optimizer).items():
 # %%
 # %%local
 from zero1_helpers.checkpoint import Piece, Writer, save_checkpoint
-from zero1_helpers.notebook import show_source
+from zero1_helpers.report.notebook import show_source
 
 show_source(Piece, Writer, save_checkpoint)
 
@@ -782,13 +782,13 @@ for name, losses in curves.items():
 # never stopped, whichever class wrote and whichever read.
 
 # %%
-from zero1_helpers.profiling import environment
+from zero1_helpers.measure.profiler import environment
 
 about = environment(device.type == "cuda")
 
 # %%
 # %%local
-from zero1_helpers.figures import COLOURS, Figure, show
+from zero1_helpers.report.figures import COLOURS, Figure, show
 
 curves, unbroken, rates, sizes = pull("[curves, unbroken, rates, sizes]")[0]
 fig = Figure(figsize=(7.2, 4.2), dpi=130, layout="constrained")

@@ -35,7 +35,7 @@ import sys
 
 sys.path.append("..")  # the project's folder
 from benchmarks.contenders import step, torch_ddp, torch_fsdp2, torch_zero
-from zero1_helpers.notebook import show_source
+from zero1_helpers.report.notebook import show_source
 
 show_source(torch_ddp, torch_zero, torch_fsdp2, step)
 
@@ -151,7 +151,7 @@ for title, optimizer_cls, lr in (("SGD", torch.optim.SGD, 0.5), ("Adam", torch.o
 # %%local
 import pandas as pd
 
-from zero1_helpers.notebook import show_table
+from zero1_helpers.report.notebook import show_table
 
 everywhere = [pd.DataFrame(apart).T for apart in pull("apart")]
 worst = pd.concat(everywhere).groupby(level=0, sort=False).max()
@@ -209,7 +209,7 @@ if installed:
 from dataclasses import replace
 
 from zero1_helpers import get_smol_model
-from zero1_helpers.workload import PRESETS
+from zero1_helpers.training.workload import PRESETS
 
 
 def llama():
@@ -254,7 +254,7 @@ for name, (build, after_backward) in contenders.items():
 
 # %%
 # %%local
-from zero1_helpers.runs import load_run
+from zero1_helpers.measure.runs import load_run
 
 names = pull("list(contenders)")[0]
 runs = {name: load_run(f"../build/runs/side/{name}") for name in names}
@@ -271,7 +271,7 @@ assert (losses - losses.loc["torch-ddp"]).abs().max().max() < 1e-3
 
 # %%
 # %%local
-from zero1_helpers.figures import bytes_per_rank, show
+from zero1_helpers.report.figures import bytes_per_rank, show
 
 five = [run for name, run in runs.items() if name != "deepspeed"]
 show(bytes_per_rank(five))
@@ -299,8 +299,8 @@ if "deepspeed" in runs:
 
 # %%
 # %%local
-from zero1_helpers.analysis import get_memory_timeline
-from zero1_helpers.runs import STATES
+from zero1_helpers.measure.runs import STATES
+from zero1_helpers.report.frames import get_memory_timeline
 
 
 def fullest(run, moment):  # MB by category, on the rank where their sum is largest
@@ -318,7 +318,7 @@ show_table(both.loc[:, both.max() > 0], f"MB on the fullest rank. {runs['flat'].
 
 # %%
 # %%local
-from zero1_helpers.figures import COLOURS, Figure
+from zero1_helpers.report.figures import COLOURS, Figure
 
 sums = pd.DataFrame({"at rest": rest.sum(axis=1), "at the peak": peak.sum(axis=1)})
 fig = Figure(figsize=(7.2, 2.8), dpi=130, layout="constrained")
@@ -385,7 +385,7 @@ assert int(sent.loc["torch-zero", "broadcast"]) - int(sent.loc["torch-ddp", "bro
 # Times need a network. One emulated link for all, slow enough to matter on this machine, and an MLP:
 
 # %%
-from zero1_helpers.link import emulate
+from zero1_helpers.measure.link import emulate
 
 LINK = "100MB/s" if device.type == "cpu" else "none"  # over NCCL the link is a real one
 if LINK != "none":
@@ -417,7 +417,7 @@ def block(name, steps=2):
 
 
 # %%
-from zero1_helpers.link import lane
+from zero1_helpers.measure.link import lane
 
 floors, times, order = {}, [], list(contenders)
 for name in order:
@@ -499,7 +499,7 @@ assert hasattr(FSDPModule, "set_requires_gradient_sync") and hasattr(ZeroRedunda
 
 # %%
 # %%local
-from zero1_helpers.plan import Network, Workload, growth, plan, stages
+from zero1_helpers.report.plan import Network, Workload, growth, plan, stages
 
 by_stage = stages(7.5e9, "mixed", 64)
 show_table(by_stage.map("{:.2f}".format), "GB on each of 64 ranks, by the closed forms; stage 0 is plain data parallelism.")
@@ -513,7 +513,7 @@ for stage, printed in {0: 120, 1: 31.4, 2: 16.6, 3: 1.88}.items():  # the paper'
 
 # %%
 # %%local
-from zero1_helpers.link import parse_link
+from zero1_helpers.measure.link import parse_link
 
 work = Workload(7.5e9, compute=6 * 7.5e9 * 8192 / 4e14, recipe="mixed")
 network = Network(inside=parse_link("nvlink"), between=parse_link("100gbit"), node_size=8)
@@ -583,7 +583,7 @@ def saving(model, optimizer_cls, **kwargs):
 # %%local
 import torch
 
-from zero1_helpers.workload import meta_smol_model
+from zero1_helpers.training.workload import meta_smol_model
 
 lora = meta_smol_model().requires_grad_(False)
 for layer in [m for m in lora.modules() if isinstance(m, torch.nn.Linear)]:

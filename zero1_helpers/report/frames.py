@@ -21,8 +21,8 @@ import re
 
 import pandas as pd
 
-from .ledger import WHOLE_PHASES
-from .runs import CATEGORIES, MARKS, STATES, RunError
+from zero1_helpers.measure.ledger import WHOLE_PHASES
+from zero1_helpers.measure.runs import CATEGORIES, MARKS, STATES, RunError
 
 NO_INDEX = "all params"
 KINDS = {  # of collectives, by the names that gloo and NCCL give them

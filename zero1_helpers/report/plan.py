@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from .link import Link
-from .memory_math import RECIPES, bytes_sent, model_states
+from zero1_helpers.measure.link import Link
+from zero1_helpers.memory_math import RECIPES, bytes_sent, model_states
 
 MIB = 1024 * 1024
 WORLDS = (1, 8, 64, 512, 1024, 10_000)

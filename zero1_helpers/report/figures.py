@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from . import analysis
-from .runs import STATES, Run, RunError, setting_of, write_atomic
-from .training import VARIANTS
+from zero1_helpers.measure.runs import STATES, Run, RunError, setting_of, write_atomic
+from zero1_helpers.report import frames
+from zero1_helpers.training.variants import VARIANTS
 
 WIDTH = 7.2  # inches, whatever the figure: one blog column
 DPI = 130
@@ -51,11 +51,11 @@ MARGIN = {"left": 0.86, "right": 0.22, "top": 0.74, "bottom": 0.76}  # inches ar
 
 def memory_timeline(run: Run, rank: int = 0, theme: str = "light") -> Figure:
     """Bytes alive on `rank` over time, stacked by category, with the peak marked."""
-    frame = analysis.get_memory_timeline(run, rank)
+    frame = frames.get_memory_timeline(run, rank)
     peak = frame.loc[frame["total"].idxmax()]
     scale, unit = _unit(peak["total"])
-    marks = analysis.spans(run, rank)
-    drawn = analysis.downsample(frame, [*marks["start_ms"], *marks["end_ms"]])
+    marks = frames.spans(run, rank)
+    drawn = frames.downsample(frame, [*marks["start_ms"], *marks["end_ms"]])
     names = [name for name in STACK if frame[name].max() > 0.002 * peak["total"]]
     with _look(theme) as look:
         fig, ax = _canvas(3.9, f"Memory of rank {rank}", run.title, run.setting)
@@ -87,7 +87,7 @@ def memory_timeline(run: Run, rank: int = 0, theme: str = "light") -> Figure:
 
 def temporal_breakdown(run: Run, theme: str = "light") -> Figure:
     """HTA's temporal breakdown: compute, non-compute and idle time of each rank."""
-    frame = analysis.temporal_breakdown(run)
+    frame = frames.temporal_breakdown(run)
     kinds = {"compute": "compute", "non-compute": "exposed", "idle": "idle"}
     columns = {kind: frame[kind.replace("-", "_") + "_pct"].to_numpy() for kind in kinds}
     with _look(theme):
@@ -107,7 +107,7 @@ def temporal_breakdown(run: Run, theme: str = "light") -> Figure:
 
 def overlap(run: Run, theme: str = "light") -> Figure:
     """Communication per step and rank, split in what compute hides and what it does not."""
-    frame = analysis.exposed_comm(run).merge(analysis.comm_comp_overlap(run), on="rank")
+    frame = frames.exposed_comm(run).merge(frames.comm_comp_overlap(run), on="rank")
     exposed = frame["exposed_us"].to_numpy() / 1e3
     hidden = frame["comm_us"].to_numpy() / 1e3 - exposed
     with _look(theme) as look:
@@ -132,9 +132,9 @@ def overlap(run: Run, theme: str = "light") -> Figure:
 
 def kernel_breakdown(run: Run, theme: str = "light", top: int = 10) -> Figure:
     """HTA's kernel breakdown: the kernels that take longest, mean of all ranks, per step."""
-    kinds, kernels = analysis.kernel_breakdown(run)
+    kinds, kernels = frames.kernel_breakdown(run)
     colour = {"COMPUTATION": "compute", "COMMUNICATION": "exposed", "MEMORY": "copies"}
-    count = run.world_size * max(len(analysis.steps(run)), 1)
+    count = run.world_size * max(len(frames.steps(run)), 1)
     sums = kernels.groupby(["name", "kernel_type"], sort=False)["sum_us"].sum() / count / 1e3
     sums = sums.reset_index().sort_values(["sum_us", "name"], ascending=[False, True])
     shown, rest = sums.head(top), sums.iloc[top:]
@@ -167,7 +167,7 @@ def kernel_breakdown(run: Run, theme: str = "light", top: int = 10) -> Figure:
 def schedule_diagram(run: Run, rank: int = 0, step: int = 2, theme: str = "light",
                      most: int = 16) -> Figure:  # fmt: skip
     """[Backward]-[AllReduce]-[Step]-[Broadcast] per bucket, from the measured intervals."""
-    frame = analysis.schedule(run, rank, step)
+    frame = frames.schedule(run, rank, step)
     frame = frame.assign(start_ms=frame["start_ms"] - frame["start_ms"].min(),
                          end_ms=frame["end_ms"] - frame["start_ms"].min())  # fmt: skip
     labels = list(dict.fromkeys(frame["label"]))
@@ -222,7 +222,7 @@ def before_and_after(before, after, names=("before", "after"), theme: str = "lig
     model = [[runs[name].record["model"]["parameters"] for name in variants] for runs in sets]
     colours = (COLOURS["other"], COLOURS["params"])
     panels = (("states, peak", _states, _size), ("non-compute", _non_compute, "{:.0f} %".format),
-              ("overlap", _overlapped, _overlap), ("step", analysis.step_seconds, "{:.2f} s".format))
+              ("overlap", _overlapped, _overlap), ("step", frames.step_seconds, "{:.2f} s".format))
     with _look(theme) as look:
         fig, frame = _canvas(1.4 + 0.5 * len(variants), "Two sets of runs",
                              f"{names[0]} against {names[1]}", setting_of([*before, *after]), left=1.25)
@@ -257,15 +257,15 @@ def before_and_after(before, after, names=("before", "after"), theme: str = "lig
 
 
 def _states(run: Run) -> float:
-    return analysis.fullest(run).loc["states", list(STATES)].sum()
+    return frames.fullest(run).loc["states", list(STATES)].sum()
 
 
 def _non_compute(run: Run) -> float:
-    return analysis.temporal_breakdown(run)["non_compute_pct"].mean()
+    return frames.temporal_breakdown(run)["non_compute_pct"].mean()
 
 
 def _overlapped(run: Run) -> float:
-    return analysis.comm_comp_overlap(run)["overlap_pct"].mean()
+    return frames.comm_comp_overlap(run)["overlap_pct"].mean()
 
 
 def bytes_per_rank(runs, theme: str = "light") -> Figure:
@@ -310,8 +310,8 @@ def bytes_per_rank(runs, theme: str = "light") -> Figure:
 def comparison(runs, theme: str = "light") -> Figure:
     """All variants side by side: states at their peak, the whole peak, non-compute, overlap."""
     runs = _ordered(runs)
-    states = [analysis.fullest(run).loc["states"] for run in runs]
-    peaks = [analysis.fullest(run).loc["total", "total"] for run in runs]
+    states = [frames.fullest(run).loc["states"] for run in runs]
+    peaks = [frames.fullest(run).loc["total", "total"] for run in runs]
     waits, overlaps = list(map(_non_compute, runs)), list(map(_overlapped, runs))
     scale, unit = _unit(max(peaks))
     sums = [sum(row[list(STATES)]) / scale for row in states]
@@ -442,7 +442,7 @@ def _label(look: dict) -> dict:
 
 def _draw_steps(ax, run: Run, rank: int, look: dict):
     """Edges of the profiler's steps, and a strip of their phases along the top."""
-    marks = analysis.spans(run, rank)
+    marks = frames.spans(run, rank)
     for phase, short in PHASES.items():
         part = marks[marks["name"] == phase]
         spans = list(zip(part["start_ms"] / 1e3, (part["end_ms"] - part["start_ms"]) / 1e3,
@@ -462,7 +462,7 @@ def _draw_steps(ax, run: Run, rank: int, look: dict):
 
 def _where(run: Run, rank: int, time_ms: float) -> str:
     """Such as " in step 2, backward"; nothing if the trace does not say."""
-    names = [m.name for m in analysis.spans(run, rank).itertuples() if m.start_ms <= time_ms < m.end_ms]
+    names = [m.name for m in frames.spans(run, rank).itertuples() if m.start_ms <= time_ms < m.end_ms]
     return f" in {', '.join(names)}" if names else ""
 
 

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from . import link, phases, runs
-from .ledger import MemoryLedger, account, peaks, without_blips
-from .memory_math import RING_FACTOR, bytes_sent, nbytes, predict
-from .partition import by_bytes
-from .workload import COMMON_SEED, describe_model
+from zero1_helpers import phases
+from zero1_helpers.measure import link, runs
+from zero1_helpers.measure.ledger import MemoryLedger, account, peaks, without_blips
+from zero1_helpers.memory_math import RING_FACTOR, bytes_sent, nbytes, predict
+from zero1_helpers.partition import by_bytes
 
 
 def get_profiler(
@@ -158,7 +158,8 @@ class RunProfiler:
         """What run.json says when the caller did not."""
         nothing = {"name": "unknown", "source": "unknown"}
         return {
-            "variant": self.folder.name, "title": self.folder.name, "preset": "none", "seed": COMMON_SEED,
+            "variant": self.folder.name, "title": self.folder.name, "preset": "none",
+            "seed": torch.initial_seed(),
             "model": describe_model(self.model) if self.model is not None
             else nothing | {"parameters": 0, "tensors": 0, "dtype": "unknown"},
             "data": nothing | {"examples": 0, "batch_size": 0, "tokens_per_batch": 0},
@@ -172,6 +173,17 @@ class RunProfiler:
         partition = getattr(self.optimizer, "partition", torchs)
         rank = predict(self.model, self.optimizer, dist.get_world_size(), partition)[dist.get_rank()]
         return {"params": rank.params, "grads": rank.grads, "opt_state": rank.opt_state}
+
+
+def describe_model(model) -> dict:
+    """{name, parameters, tensors, dtype, source} of a model, wrapped or not."""
+    while not hasattr(model, "zero1_info") and hasattr(model, "module"):
+        model = model.module
+    params = list(model.parameters())
+    info = getattr(model, "zero1_info", {"name": type(model).__name__, "source": "unknown"})
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in params})
+    counts = {"parameters": sum(p.numel() for p in params), "tensors": len(params)}
+    return {"name": info["name"], **counts, "dtype": "+".join(dtypes), "source": info["source"]}
 
 
 def touch_free_memory(size: int) -> None:

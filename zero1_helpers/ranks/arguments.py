@@ -2,7 +2,7 @@
 
 import re
 
-from .output import count, span
+from zero1_helpers.ranks.output import count, span
 
 
 class ClusterError(RuntimeError):

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.profiler import record_function
 
-from .collectives import combine, empty_parts
-from .memory_math import bytes_sent, nbytes
+from zero1_helpers.collectives import combine, empty_parts
+from zero1_helpers.memory_math import bytes_sent, nbytes
 
 BACKEND = "emulated"  # its name in torch.distributed
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pandas as pd
 from IPython.display import Markdown, display
 
-from .results import markdown
+from zero1_helpers.report.tables import markdown
 
 
 def show_source(*objects) -> None:
     """Show classes or functions as they stand in the project's files."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     for obj in objects:
         path = Path(inspect.getfile(inspect.unwrap(obj))).resolve().relative_to(root)
         text = f"`{path.as_posix()}`\n\n```python\n{inspect.getsource(obj)}```"

@@ -1,31 +1,24 @@
-"""One training loop for every variant, and the variants themselves.
-
-The loop is the same for all. What differs is how the model is wrapped, which optimizer steps it, and
-what is called between `backward()` and the next batch; that is all a `Variant` holds.
-"""
+"""Record one variant as a run, on a link that all variants share."""
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from .ddp import SimpleDDP, SimpleDDPAsync, SimpleDDPBucket
-from .flat import FlatShardedOptimizer, SimpleDDPReduceScatter
-from .link import Link, current, emulate, parse_link, transport
-from .memory_math import bytes_sent, nbytes
-from .partition import by_bytes
-from .phases import phase
-from .profiling import RunProfiler, gather, get_profiler, touch_free_memory
-from .runs import load_run
-from .workload import (
+from zero1_helpers.measure.link import Link, current, emulate, parse_link, transport
+from zero1_helpers.measure.profiler import gather, get_profiler, touch_free_memory
+from zero1_helpers.measure.runs import load_run
+from zero1_helpers.memory_math import bytes_sent, nbytes
+from zero1_helpers.training.loop import endless, train, warm_up
+from zero1_helpers.training.variants import adam, get_variant
+from zero1_helpers.training.workload import (
     COMMON_SEED,
     Preset,
     describe_data,
@@ -37,142 +30,6 @@ from .workload import (
     set_seed,
     shard_dataset,
 )
-from .zero import ShardedOptimizer, SimpleDDPBucketAsync, ZeROOne
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[dict],
-    after_backward: Callable,
-    profiler: RunProfiler | None = None,
-) -> list[float]:
-    """One step for each batch; returns this rank's losses.
-
-    `after_backward(model, optimizer)` is what one variant does and another does not.
-    """
-    device = next(model.parameters()).device
-    losses = []
-    for batch in batches:
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        loss = model(**batch).loss
-        with phase("backward"):
-            loss.backward()
-        after_backward(model, optimizer)
-        losses.append(loss.item())
-        del loss, batch  # nothing of this step is alive at its edge
-        if profiler is not None:
-            profiler.step(losses[-1])
-    return losses
-
-
-def sync_step(model, optimizer) -> None:
-    model.sync_gradients()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def wait_step(model, optimizer) -> None:
-    model.wait_for_gradients()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def flush_wait_step(model, optimizer) -> None:
-    model.flush_bucket()
-    wait_step(model, optimizer)
-
-
-def flush_wait_receive(model, optimizer) -> None:
-    model.flush_bucket()
-    model.wait_for_gradients()
-    model.wait_for_broadcasts()
-
-
-def adam(model, lr):
-    return torch.optim.Adam(model.parameters(), lr=lr)
-
-
-def ddp(model, lr, bucket_cap_mb):
-    return SimpleDDP(model), adam(model, lr)
-
-
-def zero1(model, lr, bucket_cap_mb):
-    return SimpleDDP(model), ZeROOne(adam(model, lr))
-
-
-def zero1_async(model, lr, bucket_cap_mb):
-    return SimpleDDPAsync(model), ZeROOne(adam(model, lr))
-
-
-def zero1_bucket(model, lr, bucket_cap_mb):
-    optimizer = ZeROOne(adam(model, lr), bucket_cap_mb=bucket_cap_mb)
-    return SimpleDDPBucket(model, bucket_cap_mb), optimizer
-
-
-def zero1_overlap(model, lr, bucket_cap_mb):
-    optimizer = ShardedOptimizer(torch.optim.Adam, model, lr=lr)
-    return SimpleDDPBucketAsync(model, optimizer, bucket_cap_mb), optimizer
-
-
-def flat(model, lr, bucket_cap_mb):
-    optimizer = FlatShardedOptimizer(torch.optim.Adam, model, bucket_cap_mb, lr=lr)
-    return SimpleDDPReduceScatter(model, optimizer), optimizer
-
-
-def flat_master(model, lr, bucket_cap_mb):
-    optimizer = FlatShardedOptimizer(torch.optim.Adam, model, bucket_cap_mb, lr=lr, master_weights=True)
-    return SimpleDDPReduceScatter(model, optimizer), optimizer
-
-
-def zero1_balanced(model, lr, bucket_cap_mb):
-    return SimpleDDP(model), ZeROOne(adam(model, lr), partition=by_bytes)
-
-
-@dataclass(frozen=True)
-class Variant:
-    name: str
-    title: str
-    build: Callable  # (model, lr, bucket_cap_mb) -> (wrapped model, optimizer)
-    after_backward: Callable  # (wrapped model, optimizer)
-
-
-VARIANTS = {
-    variant.name: variant
-    for variant in [
-        Variant("ddp", "DDP baseline", ddp, sync_step),
-        Variant("zero1", "ZeRO-1", zero1, sync_step),
-        Variant("zero1-async", "ZeRO-1 + async all-reduce", zero1_async, wait_step),
-        Variant("zero1-bucket", "ZeRO-1 + buckets", zero1_bucket, flush_wait_step),
-        Variant(
-            "zero1-overlap",
-            "ZeRO-1 + overlapped step and broadcast",
-            zero1_overlap,
-            flush_wait_receive,
-        ),
-        Variant("zero1-balanced", "ZeRO-1, split by bytes", zero1_balanced, sync_step),
-        Variant("flat", "Flat reduce-scatter", flat, flush_wait_step),
-    ]
-}
-
-
-# Another training than the others': there is nothing to keep a master copy of in fp32.
-FLAT_MASTER = Variant("flat-master", "Flat reduce-scatter, fp32 master weights", flat_master, flush_wait_step)
-
-
-def variants_of(preset: str | Preset | None = None) -> dict[str, Variant]:
-    """All that can be recorded of a preset."""
-    low = getattr(torch, get_preset(preset).dtype).itemsize < 4
-    return VARIANTS | ({FLAT_MASTER.name: FLAT_MASTER} if low else {})
-
-
-def get_variant(name: str, preset: str | Preset | None = None) -> Variant:
-    known = variants_of(preset)
-    if name not in known:
-        raise ValueError(
-            f"unknown variant {name!r}; {get_preset(preset).name} can be trained by {', '.join(known)}"
-        )
-    return known[name]
 
 
 def describe(variant: str, dataset, batch_size: int | None = None) -> dict:
@@ -243,14 +100,6 @@ def record(
         return train(model, optimizer, batches, variant.after_backward, profiler)
 
 
-def warm_up(model: nn.Module, batches: Iterable[dict], passes: int = 2) -> None:
-    """Forward and backward passes that change nothing: the heap grows, and libraries choose their kernels."""
-    for batch in islice(batches, passes):
-        batch = {name: tensor.to(next(model.parameters()).device) for name, tensor in batch.items()}
-        model(**batch).loss.backward()
-        model.zero_grad()
-
-
 def join(variant: str, preset: str, steps: int, out, link: str, batch_size: int | None, keep_raw: bool):
     """`record` as one of the ranks that torchrun or its launcher has started: the environment says which."""
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -270,14 +119,6 @@ def join(variant: str, preset: str, steps: int, out, link: str, batch_size: int 
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def endless(loader: Iterable[dict]) -> Iterable[dict]:
-    """The batches of one epoch after another."""
-    if len(loader) == 0:
-        raise ValueError(f"{len(loader.dataset)} examples are too few for a batch of {loader.batch_size}")
-    while True:
-        yield from loader
 
 
 def use_link(
@@ -358,4 +199,3 @@ def compute_seconds(preset: Preset, batch_size: int, steps: int) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True):
         train(model, adam(model, 1e-3), timed(batches), step_alone)
     return max(gather(sorted(seconds[1:])[steps // 2]))  # the first one makes the state
-

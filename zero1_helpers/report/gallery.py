@@ -12,9 +12,9 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from . import analysis, explorer, figures
-from .figures import COLOURS, STACK, THEMES
-from .runs import Run, RunError, find_runs, load_run, write_atomic
+from zero1_helpers.measure.runs import Run, RunError, find_runs, load_run, write_atomic
+from zero1_helpers.report import figures, frames, pages
+from zero1_helpers.report.figures import COLOURS, STACK, THEMES
 
 PER_RUN = {
     "memory": figures.memory_timeline, "temporal": figures.temporal_breakdown, "overlap": figures.overlap,
@@ -113,7 +113,7 @@ def _draw_preset(order: Order, preset: str, runs: list[Run]) -> list[dict]:
     entries = [entry for kind, function in PER_PRESET.items()
                for entry in order.save(preset, kind, partial(function, runs), runs)]  # fmt: skip
     if "html" in order.formats and order.wants(preset, "timelines"):
-        page = explorer.timelines_html(runs, {name: COLOURS[name] for name in STACK})
+        page = pages.timelines_html(runs, {name: COLOURS[name] for name in STACK})
         path = Path(preset, "timelines.html")
         write_atomic(order.out / path, page.encode())
         entries.append(_entry(path, f"Memory timelines: {preset}", runs[0].setting,
@@ -152,8 +152,8 @@ def _draw_run(folder: Path, order: Order | None):
     entries, name = [], _name(folder)
     try:
         run = load_run(folder)
-        for frame in (analysis.temporal_breakdown, analysis.comm_comp_overlap, analysis.fullest,
-                      analysis.timelines):  # fmt: skip
+        for frame in (frames.temporal_breakdown, frames.comm_comp_overlap, frames.fullest,
+                      frames.timelines):  # fmt: skip
             frame(run)  # before anything is written: a run that cannot be analysed leaves no file
         for kind, function in PER_RUN.items() if order else ():
             entries += order.save(name, kind, partial(function, run), [run])

@@ -1,6 +1,6 @@
-"""One rank: a Python process that runs the notebook's cells. The kernel's side is cluster.py.
+"""One rank: a Python process that runs the notebook's cells. The kernel's side is magics.py.
 
-The kernel starts `python -m zero1_helpers.worker FD`. FD is one end of a socket pair: there is no
+The kernel starts `python -m zero1_helpers.ranks.worker FD`. FD is one end of a socket pair: there is no
 address that anyone else could connect to. Two threads work here:
 
 - the main thread takes requests from a queue, one after the other, and runs them;
@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from nbdistributed.worker import DistributedWorker
 
-from .doors import close_new_groups, closed_to_others
+from zero1_helpers.ranks.doors import close_new_groups, closed_to_others
 
 LIBRARIES = ("<frozen", *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 CELL = "<cell "  # how the file names of cells begin
@@ -374,7 +374,7 @@ def end_with_kernel() -> None:
 
 
 def main() -> None:
-    """Entry point of `python -m zero1_helpers.worker FD`, which only cluster.py starts."""
+    """Entry point of `python -m zero1_helpers.ranks.worker FD`, which only magics.py starts."""
     descriptor = int(sys.argv.pop())
     os.set_inheritable(descriptor, False)  # a program that a cell starts must not hold it open
     for stream in (sys.stdout, sys.stderr):
@@ -390,6 +390,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from zero1_helpers.worker import main as start  # not as __main__: that is the cells' name
+    from zero1_helpers.ranks.worker import main as start
 
     start()

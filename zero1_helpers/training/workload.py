@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 MODEL_NAME = "HuggingFaceTB/SmolLM2-360M-Instruct"
 DATA_NAME = ("nyu-mll/glue", "mrpc")  # the post's "glue": names without an owner no longer load
-DATA_FOLDER = Path(__file__).parent / "data"
+DATA_FOLDER = Path(__file__).parents[1] / "data"
 PROBE_SECONDS = 4  # a hub that takes longer to answer counts as unreachable
 COMMON_SEED = 314
 SOURCES = {  # what: (from the hub, the project's own)
@@ -297,17 +297,6 @@ def get_dataloader(
         ds, batch_size=batch_size or preset.batch_size, shuffle=True, drop_last=True,
         collate_fn=collate, generator=torch.Generator().manual_seed(seed),
     )  # fmt: skip
-
-
-def describe_model(model) -> dict:
-    """{name, parameters, tensors, dtype, source} of a model, wrapped or not."""
-    while not hasattr(model, "zero1_info") and hasattr(model, "module"):
-        model = model.module
-    params = list(model.parameters())
-    info = getattr(model, "zero1_info", {"name": type(model).__name__, "source": "unknown"})
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in params})
-    counts = {"parameters": sum(p.numel() for p in params), "tensors": len(params)}
-    return {"name": info["name"], **counts, "dtype": "+".join(dtypes), "source": info["source"]}
 
 
 def describe_data(ds, batch_size: int | None = None) -> dict:

@@ -73,7 +73,7 @@ class Run:
     record: dict  # run.json
     traces: dict  # {rank: parsed trace}
     memories: dict  # {rank: DataFrame of time_us, category, delta}
-    frames: dict = field(default_factory=dict, repr=False, compare=False)  # analysis.py's cache
+    frames: dict = field(default_factory=dict, repr=False, compare=False)  # frames.py's cache
 
     @property
     def variant(self) -> str:

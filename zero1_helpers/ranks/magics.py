@@ -1,6 +1,6 @@
 """The notebook's side of the ranks: `%load_ext zero1_helpers` brings nbdistributed's magics, mended.
 
-    kernel --- one socket pair per rank: requests, answers ---> worker.py, rank r
+    kernel --- one socket pair per rank: requests, answers ---> ranks/worker.py, rank r
            <-- one pipe per rank: whatever it prints, native code included ---
                  ranks to each other: gloo or NCCL on the loopback interface
 
@@ -38,7 +38,7 @@ from nbdistributed.magic import DistributedMagic
 from nbdistributed.process_manager import ProcessManager
 from traitlets import Float
 
-from .arguments import (
+from zero1_helpers.ranks.arguments import (
     ClusterError,
     choose_gpus,
     parse_gpu_ids,
@@ -46,7 +46,7 @@ from .arguments import (
     parse_seconds,
     split_timeout,
 )
-from .output import Output, alike, count, indented, labelled, show, span
+from zero1_helpers.ranks.output import Output, alike, count, indented, labelled, show, span
 
 START = 180.0  # seconds in which all ranks must have imported torch, and then have joined
 HOLD = 4.2  # seconds that a cell waits for the others after a failure; `grace` may be longer
@@ -166,7 +166,7 @@ class RankProcesses(ProcessManager):
             ours, theirs = socket.socketpair()
             pipe, printed = os.pipe()
             process = subprocess.Popen(
-                [sys.executable, "-m", "zero1_helpers.worker", str(theirs.fileno())],
+                [sys.executable, "-m", "zero1_helpers.ranks.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=printed,
                 # A group of its own, to be ended with its children; not a session, because Linux shares
                 # the cores among sessions first, and a rank's threads then wait for the other ranks.

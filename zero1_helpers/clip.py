@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .flat import FlatShardedOptimizer
-from .zero import ZeROOne, instead
+from zero1_helpers.flat import FlatShardedOptimizer
+from zero1_helpers.zero import ZeROOne, instead
 
 CHUNK = 2**20  # elements that a checksum is made of at a time
 

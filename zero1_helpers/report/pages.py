@@ -17,8 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import quote
 
-from . import analysis
-from .runs import CATEGORIES, HOST_LANE, Run, RunError
+from zero1_helpers.measure.runs import CATEGORIES, HOST_LANE, Run, RunError
+from zero1_helpers.report import frames
 
 LARGEST = 4_000_000  # bytes of an exported page
 
@@ -37,7 +37,7 @@ def merged_trace(run: Run) -> dict:
         for e in spans:
             name = re.sub(r"^zero1\.|^ncclKernel\[(.*)\]$", r"\1", e["name"])
             events.append(e | {"pid": pid, "name": name})
-        zero, line = run.memory(rank)["time_us"].iloc[0], analysis.timelines(run)[rank]
+        zero, line = run.memory(rank)["time_us"].iloc[0], frames.timelines(run)[rank]
         names = [name for name in CATEGORIES if line[name].any()]
         for time_ms, *values in line[["time_ms", *names]].itertuples(index=False):
             sizes = dict(zip(names, map(int, values), strict=True))
@@ -88,7 +88,7 @@ def timelines_html(runs: Iterable[Run], colours: dict[str, str]) -> str:
         data[run.variant] = {"title": run.title, "setting": run.setting, "ranks": [
             {"ms": line["time_ms"].round(3).tolist(), "doing": line["doing"].tolist(),
              "bytes": {name: line[name].tolist() for name in colours if line[name].any()}}
-            for line in analysis.timelines(run)]}  # fmt: skip
+            for line in frames.timelines(run)]}  # fmt: skip
     text = json.dumps({"runs": data, "colours": colours}, ensure_ascii=False, separators=(",", ":"))
     return _page("timelines.html", SCRIPT=_pack(get_plotlyjs().encode()), DATA=_pack(text.encode()))
 
@@ -142,5 +142,5 @@ def _pack(data: bytes) -> str:
 
 
 def _page(template: str, **parts: str) -> str:
-    text = files(__package__).joinpath("data", template).read_text(encoding="utf-8")
+    text = files(__package__).joinpath("templates", template).read_text(encoding="utf-8")
     return re.sub(r"__([A-Z]+)__", lambda found: parts[found[1]], text)

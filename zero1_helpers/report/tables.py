@@ -5,9 +5,9 @@ from numbers import Integral
 
 import pandas as pd
 
-from .analysis import comm_comp_overlap, step_seconds, temporal_breakdown
-from .runs import Run, setting_of
-from .training import VARIANTS
+from zero1_helpers.measure.runs import Run, setting_of
+from zero1_helpers.report.frames import comm_comp_overlap, step_seconds, temporal_breakdown
+from zero1_helpers.training.variants import VARIANTS
 
 # SmolLM2-360M, pure bf16, Adam, 4 GPUs, batch 16, 4 steps. Memory in GB, times in percent. The post
 # gives no separate figure where there is None ("similar", "slightly reduced").

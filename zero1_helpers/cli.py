@@ -1,0 +1,227 @@
+"""`zero1`, or `python -m zero1_helpers`: record | figures | report | view | export-trace | plan."""
+
+import argparse
+import logging
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+# Before torch is imported: its libraries read these once.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, OSError) as error:
+        strange = isinstance(error, OSError) and error.filename
+        said = f"{error.filename}: {error.strerror}" if strange else error
+        print(f"zero1 {args.command}: {said}", file=sys.stderr)
+        return 2
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(prog="zero1", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    record = commands.add_parser("record", help="train one variant under the profiler, write a run")
+    record.add_argument("--variant", required=True, help="ddp, zero1, zero1-async, …")
+    record.add_argument(
+        "--preset", default="small", help="tiny, small (default) or smollm2-360m"
+    )
+    record.add_argument(
+        "--ranks", type=int, default=4, help="processes to start (default: %(default)s)"
+    )
+    record.add_argument(
+        "--steps", type=int, default=4, help="steps to record (default: %(default)s)"
+    )
+    record.add_argument(
+        "--batch-size", type=int, help="examples per rank and step (default: the preset's)"
+    )
+    record.add_argument(
+        "--link",
+        default="none",
+        help="none, auto, a preset or a rate to emulate, as '100MB/s + 1ms' (default: none)",
+    )
+    record.add_argument(
+        "--out", required=True, type=Path, help="folder of the run, replaced if it is one"
+    )
+    record.add_argument("--raw", action="store_true", help="keep the profiler's own traces, too")
+    record.set_defaults(run=run_record)
+
+    figures = commands.add_parser("figures", help="draw every figure from recorded runs")
+    figures.add_argument("--runs", default=Path("traces"), type=Path)
+    figures.add_argument("--out", default=Path("figures"), type=Path)
+    figures.add_argument("--theme", default="both", help="light, dark or both (default)")
+    figures.add_argument("--format", default="svg,png,html", help="any of %(default)s")
+    figures.add_argument("--only", default="*", metavar="GLOB",
+                         help="kinds (memory,comparison), presets, runs, or paths of figures")  # fmt: skip
+    figures.add_argument("--against", type=Path, help="a second set of runs, to compare with")
+    figures.set_defaults(run=run_figures)
+
+    report = commands.add_parser("report", help="every variant: predicted, measured, published")
+    report.add_argument("--runs", default=Path("traces"), type=Path)
+    report.set_defaults(run=run_report)
+
+    view = commands.add_parser("view", help="the trace of a run in Perfetto, all ranks, offline")
+    view.add_argument("folder", metavar="RUN", type=Path)
+    view.add_argument("--port", type=int, default=9001, help="default: %(default)s")
+    view.add_argument("--no-browser", action="store_true", help="only print the address")
+    view.set_defaults(run=run_view)
+
+    export = commands.add_parser("export-trace", help="the traces of runs as pages to embed")
+    export.add_argument("folder", metavar="RUN", type=Path, help="a run, or a folder of runs")
+    export.add_argument("--html", required=True, action="store_true", help="one page per run")
+    export.add_argument("--out", default=Path("figures"), type=Path)
+    export.set_defaults(run=run_export_trace)
+
+    plan = commands.add_parser("plan", help="memory, traffic and exposed communication, on paper")
+    plan.add_argument("--params", required=True, type=float, help="number of parameters, as 7.5e9")
+    plan.add_argument("--ranks", required=True, type=int)
+    plan.add_argument("--link", required=True, help="inside a node: a preset or a rate, as nvlink or 100GB/s")
+    plan.add_argument("--between", help="between nodes, the same; without it all ranks share one node")
+    plan.add_argument("--node", type=int, default=8, help="ranks of a node (default: %(default)s)")
+    plan.add_argument("--recipe", default="mixed", help="mixed (default), bf16, fp32, mixed-fp32-grads")
+    plan.add_argument("--tokens", type=float, default=8192, help="per rank and step (default: %(default)s)")
+    plan.add_argument("--flops", type=float, default=4e14,
+                      help="a rank's, per second (default: 4e14, 40%% of an H100's bf16)")  # fmt: skip
+    plan.add_argument("--tensors", type=int, default=300, help="default: %(default)s")
+    plan.set_defaults(run=run_plan)
+    return parser.parse_args(argv)
+
+
+def run_record(args) -> int:
+    """Start the ranks; or be one of them, when torchrun started this process."""
+    from zero1_helpers.measure.link import parse_link
+    from zero1_helpers.memory_math import nbytes
+    from zero1_helpers.training.record import join
+    from zero1_helpers.training.variants import get_variant
+    from zero1_helpers.training.workload import meta_smol_model
+
+    get_variant(args.variant, args.preset)
+    if args.link != "auto":
+        parse_link(args.link)
+    if args.ranks < 1 or args.steps < 1 or (args.batch_size or 1) < 1:
+        raise ValueError("--ranks, --steps and --batch-size are 1 or more")
+    what = (args.variant, args.preset, args.steps, args.out, args.link, args.batch_size, args.raw)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return join(*what) or 0
+    if args.out.exists() and not (args.out / "run.json").exists() and any(args.out.iterdir()):
+        raise ValueError(f"{args.out} is not a run, and not empty; name another folder")
+    args.out.mkdir(parents=True, exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // args.ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if nbytes(meta_smol_model(args.preset).parameters()) > 2**29:
+        # glibc: give a freed gradient back to the system at once. Kept in the heap, the gaps
+        # between blocks of the full-size model took as much memory again. It costs time.
+        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1024 * 1024))
+    return launch(args.ranks, join, what)
+
+
+def launch(ranks: int, function, arguments: tuple) -> int:
+    """What torchrun does, from Python: its command gives each rank a session, and Linux shares the cores
+    among sessions first, so that a rank's threads wait for the other ranks."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the same at more length
+    config = LaunchConfig(1, 1, ranks, run_id="zero1", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                          max_restarts=0)  # fmt: skip
+    try:
+        elastic_launch(config, function)(*arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        said = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
+        print(f"zero1 record: rank {rank}: {said['message']}", file=sys.stderr)
+        if not said["message"].startswith("ValueError"):  # those say what to do
+            print(said.get("extraInfo", {}).get("py_callstack", ""), file=sys.stderr)
+        return 1
+    return 0
+
+
+def recorded(root: Path) -> list[Path]:
+    from zero1_helpers.measure.runs import find_runs
+
+    if not (folders := find_runs(root)):
+        raise ValueError(f"no recorded run under {root}; make some with `zero1 record`")
+    return folders
+
+
+def run_figures(args) -> int:
+    from zero1_helpers.report.gallery import draw_all
+
+    damaged = draw_all(args.runs, args.out, args.theme, args.format.split(","), args.only, args.against,
+                       jobs=os.cpu_count() or 1, progress=partial(print, flush=True))  # fmt: skip
+    if damaged:
+        print(f"zero1 figures: {damaged} of the runs skipped, see above", file=sys.stderr)
+    return bool(damaged)
+
+
+def run_view(args) -> int:
+    import webbrowser
+
+    from zero1_helpers.measure.runs import load_run
+    from zero1_helpers.report.pages import serve
+
+    with serve(load_run(args.folder), args.port) as server:
+        print(f"{args.folder} in Perfetto (Ctrl-C ends it): {server.address}", flush=True)
+        if not args.no_browser:
+            webbrowser.open(server.address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+
+
+def run_export_trace(args) -> int:
+    from zero1_helpers.measure.runs import RunError, load_run, write_atomic
+    from zero1_helpers.report.pages import trace_html
+
+    damaged = 0
+    for folder in recorded(args.folder):
+        preset, name = folder.resolve().parts[-2:]
+        path = args.out / preset / name / "trace.html"
+        try:
+            page = trace_html(load_run(folder))
+        except RunError as error:
+            damaged += 1
+            print(f"zero1 export-trace: skipped: {error}", file=sys.stderr, flush=True)
+            continue
+        write_atomic(path, page.encode())
+        print(path, flush=True)
+    return bool(damaged)
+
+
+def run_plan(args) -> int:
+    from zero1_helpers.measure.link import parse_link
+    from zero1_helpers.report.plan import WORLDS, Network, Workload, growth, plan, stages
+
+    inside, between = parse_link(args.link), parse_link(args.between) if args.between else None
+    if inside is None or args.flops <= 0 or args.ranks < 1 or args.params <= 0 or args.tokens < 0:
+        raise ValueError("--params, --ranks and --flops are above 0, --tokens 0 or more, --link is not none")
+    network = Network(inside, between, args.node)
+    compute = 6 * args.params * args.tokens / args.flops
+    work = Workload(args.params, compute, args.recipe, args.tensors)
+    where = f"{inside} inside nodes of {args.node}, {between} between" if between else str(inside)
+    print(f"On paper: {args.params:.3g} parameters, {args.recipe}, {args.ranks} ranks, {where}.")
+    print(f"Compute is 6 FLOPs a parameter and token: {args.tokens:g} tokens in {compute:.3g} s.\n")
+    worlds = sorted({*WORLDS, args.ranks} if between else {1, args.ranks})
+    for title, frame, digits in (
+        ("Model states, GB per rank", stages(args.params, args.recipe, args.ranks), 2),
+        ("Variants, per rank and step", plan(work, args.ranks, network), 3),
+        ("Non-compute time in % over the number of ranks", growth(work, network, worlds), 1),
+    ):
+        print(f"{title}\n{frame.round(digits).to_string()}\n")
+    return 0
+
+
+def run_report(args) -> int:
+    from zero1_helpers.measure.runs import load_run
+    from zero1_helpers.report.tables import report
+
+    print(report(map(load_run, recorded(args.runs))))
+    return 0

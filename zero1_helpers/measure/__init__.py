@@ -1,0 +1,1 @@
+"""Record what a step does: profiler, memory ledger, emulated link, run folders."""

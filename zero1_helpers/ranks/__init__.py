@@ -1,0 +1,1 @@
+"""The notebook layer: cells that run on all ranks."""

@@ -1,0 +1,1 @@
+"""Read recorded runs: charts, tables, pages, and plans on paper."""

@@ -1,0 +1,1 @@
+"""The workload, one loop for all variants, and how a run is recorded."""
