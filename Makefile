@@ -11,21 +11,21 @@ PARTS         ?= *
 ARGS          ?=
 EXTRAS        ?=
 
-PY    := .venv/bin/python
-# The stamp's name holds this folder, so that a moved or copied checkout installs itself anew.
-STAMP := .venv/.installed$(EXTRAS)$(subst /,-,$(CURDIR))
+PY := .venv/bin/python
+comma := ,
 
 # Kernels come from .venv, not from the home folder; pip's --user has no place in an environment.
 export JUPYTER_PREFER_ENV_PATH := 1
 export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run lab test figures post record bench readme notebooks lint hooks install
+.PHONY: help run lab test check figures post record bench readme notebooks lint hooks install
 
 help:
 	@echo "make run        install, execute all notebooks on 4 ranks, draw figures, print the results"
 	@echo "make lab        open the notebooks in JupyterLab"
 	@echo "make test       run every test, notebooks included"
+	@echo "make check      lint and the quick tests, in less than a minute: before each commit"
 	@echo "make figures    draw all figures again from traces/, without training"
 	@echo "make post       the series as static pages in build/post/, or parts: PARTS='0[34]*'"
 	@echo "make record     record the runs again: RECORD_PRESET=$(RECORD_PRESET) RANKS=$(RANKS)"
@@ -35,57 +35,50 @@ help:
 	@echo "make lint       ruff"
 	@echo "make hooks      check before each commit (pre-commit)"
 
-install: $(STAMP)
+install:
+	@sh tools/install.sh "$(PYTHON)" "notebooks,figures,tests$(if $(EXTRAS),$(comma)$(EXTRAS))"
 
-$(STAMP): pyproject.toml constraints.txt
-	@python=$(PYTHON); if test -x $(PY); then python=$(PY); fi; \
-	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "Python 3.11 or newer is needed; $$python is `$$python --version 2>&1 | tail -n 1`." \
-	    "Name one: make PYTHON=python3.12 (and remove .venv if an older one made it)."; exit 1; }
-	@test -x $(PY) || { echo "Making .venv ..."; \
-	  $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; }
-	@echo "Installing the package and the versions of constraints.txt into .venv ..." \
-	  "(minutes, the first time)"
-	@$(PY) -m pip install -qq -e ".$(if $(EXTRAS),[$(EXTRAS)])" -c constraints.txt
-	@rm -f .venv/.installed* && touch $(STAMP)
-
-run: $(STAMP)
+run: install
 	@$(PY) tools/run_notebooks.py --out build/run
 	@$(PY) -m zero1_helpers figures
 	@$(PY) -m zero1_helpers report
 	@echo
 	@echo "Executed notebooks: build/run/    Figures: figures/    To work through them: make lab"
 
-lab: $(STAMP)
-	@$(PY) -m jupyterlab --ServerApp.root_dir="$(CURDIR)" \
+lab: install
+	@$(PY) -m jupyterlab --ServerApp.root_dir="$$PWD" \
 	  --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(ARGS)
 
-test: $(STAMP)
+test: install
 	@$(PY) -m pytest --nbmake --nbmake-timeout=600 tests notebooks $(ARGS)
 
-figures: $(STAMP)
+check: lint
+	@$(PY) -m pytest -q -m quick tests $(ARGS)
+
+figures: install
 	@$(PY) -m zero1_helpers figures $(ARGS)
 
-post: $(STAMP)
+post: install
 	@$(PY) tools/make_post.py --out build/post --only "$(PARTS)" $(ARGS)
 
-record: $(STAMP)
+record: install
 	@variants=`$(PY) -c 'from zero1_helpers.training.variants import variants_of; print(*variants_of("$(RECORD_PRESET)"))'` && \
 	for variant in $$variants; do echo "Recording $(RECORD_PRESET), $$variant ..."; \
 	  $(PY) -m zero1_helpers record --variant $$variant --preset $(RECORD_PRESET) \
 	    --ranks $(RANKS) --steps 4 $(RECORD_ARGS) --out traces/$(RECORD_PRESET)/$$variant || exit 1; done
 
-bench: $(STAMP)
+bench: install
 	@$(PY) benchmarks/race.py $(ARGS)
 
-readme: $(STAMP)
+readme: install
 	@$(PY) tools/refresh_readme.py
 
-notebooks: $(STAMP)
+notebooks: install
 	@$(PY) tools/run_notebooks.py --in-place
 
-lint: $(STAMP)
-	@$(PY) -m ruff check
+lint: install
+	@$(PY) -m ruff check -q
+	@.venv/bin/lint-imports --no-cache > /dev/null || .venv/bin/lint-imports --no-cache
 
-hooks: $(STAMP)
+hooks: install
 	@$(PY) -m pre_commit install

@@ -12,9 +12,11 @@ import tokenize
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 import zero1_helpers
+from zero1_helpers._groups import GROUP_OF
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zero1_helpers"
@@ -34,22 +36,28 @@ def pins(lines):
 
 
 def constraints():
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     lines = [line for line in lines if line and not line.startswith("#")]
     assert len(pins(lines)) == len(lines), "constraints.txt: every line is name==version, once"
     return pins(lines)
 
 
+def groups():
+    """{group: {canonical name: version condition}} of pyproject.toml; "core" is what everybody gets."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = {"core": project["dependencies"], **project["optional-dependencies"]}
+    found = {group: [re.fullmatch(r"([\w.-]+)(.*)", line) for line in lines] for group, lines in lists.items()}
+    return {group: {canonical(m[1]): m[2] for m in matches} for group, matches in found.items()}
+
+
 def named():
-    """Canonical names of pyproject's dependencies, with their version conditions."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = [re.fullmatch(r"([\w.-]+)(.*)", line) for line in project["dependencies"]]
-    return {canonical(match[1]): match[2] for match in found}
+    """The packages that `make` installs: those of all groups but deepspeed, with their conditions."""
+    return {name: at for group, names in groups().items() if group != "deepspeed" for name, at in names.items()}
 
 
 def test_pyproject_environment_and_constraints_agree():
     exact = constraints()
-    environment = pins((ROOT / "environment.yml").read_text().splitlines())
+    environment = pins((ROOT / "environment.yml").read_text(encoding="utf-8").splitlines())
     assert set(environment) == set(named()), "environment.yml and pyproject.toml name the same"
     assert environment == {name: exact[name] for name in environment}
 
@@ -71,7 +79,7 @@ def test_this_environment_is_the_tested_one():
 
 
 def modules():
-    return {path.stem: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    return {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
 
 
 def imports(tree):
@@ -109,9 +117,70 @@ def test_every_import_is_a_named_dependency():
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_groups_and_the_messages_about_them_agree():
+    """A module that is imported somewhere and missing is looked up in GROUP_OF, which has to know it."""
+    owners = importlib.metadata.packages_distributions()
+    core, known = set(groups()["core"]), groups()
+    for module, group in GROUP_OF.items():
+        assert {canonical(owner) for owner in owners[module]} & set(known[group]), module
+    outside = {used for tree in modules().values() for used in imports(tree) if not used.startswith(".")}
+    outside -= {used for used in outside if {canonical(o) for o in owners.get(used, [])} & core}
+    assert outside - set(sys.stdlib_module_names) <= set(GROUP_OF)
+
+
+@pytest.mark.quick
+def test_the_classes_need_torch_alone():
+    """With every package of the groups out of reach, the classes train, and a chart names its group."""
+    run = subprocess.run([sys.executable, "-c", WITHOUT_GROUPS, *GROUP_OF], cwd=ROOT, capture_output=True,
+                         text=True)  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[0] == "trained"
+    assert "zero1_helpers[figures]" in run.stdout and "zero1_helpers[notebooks]" in run.stdout
+
+
+WITHOUT_GROUPS = """
+import sys, tempfile
+
+finders = sys.meta_path[:]
+
+class WithoutGroups:
+    def find_spec(name, path=None, target=None):
+        hidden = name.partition(".")[0] in sys.argv[1:]
+        found = (finder.find_spec(name, path, target) for finder in finders)
+        return None if hidden else next(filter(None, found), None)
+
+sys.meta_path[:] = [WithoutGroups]
+import torch
+import torch.distributed as dist
+from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter
+
+store = dist.FileStore(tempfile.mktemp(), 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = torch.nn.Linear(4, 4)
+optimizer = FlatShardedOptimizer(torch.optim.Adam, model, lr=0.1)
+wrapper = SimpleDDPReduceScatter(model, optimizer)
+wrapper(torch.ones(2, 4)).sum().backward()
+wrapper.flush_bucket()
+wrapper.wait_for_gradients()
+optimizer.step()
+dist.destroy_process_group()
+print("trained")
+import zero1_helpers
+from zero1_helpers.cli import main
+
+for use in (lambda: zero1_helpers.get_smol_model("tiny"), lambda: zero1_helpers.load_ipython_extension(None),
+            lambda: zero1_helpers.get_memory_timeline):
+    try:
+        use()
+    except ModuleNotFoundError as error:
+        print(error)
+sys.exit(main(["figures"]) != 2)
+"""
+
+
 def code_lines(path):
     """How many lines hold code: not blank, not a comment, not part of a docstring."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
                tokenize.ENDMARKER}  # fmt: skip
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
@@ -149,7 +218,7 @@ def test_files_are_small():
 
 
 def test_ruff_and_the_other_checks_before_a_commit():
-    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     commands = [shlex.split(hook["entry"]) for hook in local["hooks"]]
     assert [command[:3] for command in commands] == [[".venv/bin/python", "-m", "ruff"],
                                                      [".venv/bin/python", "-m", "pytest"]]  # fmt: skip
@@ -161,8 +230,8 @@ def test_ruff_and_the_other_checks_before_a_commit():
 
 
 def test_the_guide_names_what_there_is():
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for path in re.findall(r"\]\(([^)#:]+)\)", page):
         assert (ROOT / path).exists(), path
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     assert set(re.findall(r"make ([a-z]+)", page)) <= set(targets)

@@ -3,6 +3,8 @@
 import importlib
 import os
 
+from zero1_helpers._groups import explained
+
 # Before torch is imported: its profiler and its process groups chatter otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -26,7 +28,11 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    try:
+        module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
+    value = globals()[name] = getattr(module, name)
     return value
 
 
@@ -36,6 +42,9 @@ def __dir__():
 
 def load_ipython_extension(ipython):
     """`%load_ext zero1_helpers`: nbdistributed's magics, repaired."""
-    from zero1_helpers.ranks.magics import load_ipython_extension as load
+    try:
+        from zero1_helpers.ranks.magics import load_ipython_extension as load
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
 
     load(ipython)

@@ -7,6 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from zero1_helpers._groups import explained
+
 # Before torch is imported: its libraries read these once.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -16,6 +18,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
         return args.run(args) or 0
+    except ModuleNotFoundError as error:
+        print(f"zero1 {args.command}: {explained(error)}", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         strange = isinstance(error, OSError) and error.filename
         said = f"{error.filename}: {error.strerror}" if strange else error

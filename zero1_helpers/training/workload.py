@@ -22,6 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from zero1_helpers._groups import need
+
 MODEL_NAME = "HuggingFaceTB/SmolLM2-360M-Instruct"
 DATA_NAME = ("nyu-mll/glue", "mrpc")  # the post's "glue": names without an owner no longer load
 DATA_FOLDER = Path(__file__).parents[1] / "data"
@@ -170,6 +172,7 @@ def get_smol_model(preset: str | Preset | None = None, pretrained: bool | None =
     `pretrained`: None takes the hub's weights if they can be had, False never looks, True insists.
     Random weights are drawn from torch's global generator, so call set_seed() first.
     """
+    need("transformers", "datasets")
     from transformers import AutoModelForSequenceClassification, LlamaConfig
 
     preset = get_preset(preset)
@@ -198,6 +201,7 @@ def meta_smol_model(preset: str | Preset | None = "smollm2-360m"):
 
 def get_smol_tokenizer(preset: str | Preset | None = None):
     """The preset's tokenizer; its pad token has id 2, as the model's config says."""
+    need("transformers", "datasets")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     use_hub, _ = _choose(get_preset(preset), "tokenizer")
@@ -213,6 +217,7 @@ def get_smol_tokenizer(preset: str | Preset | None = None):
 
 def get_sentence_pairs(preset: str | Preset | None = None):
     """The raw pairs, a DatasetDict by split: sentence1, sentence2, label, idx, as in MRPC."""
+    need("datasets", "transformers")
     from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset
 
     preset = get_preset(preset)
