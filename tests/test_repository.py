@@ -46,13 +46,19 @@ def groups():
     """{group: {canonical name: version condition}} of pyproject.toml; "core" is what everybody gets."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lists = {"core": project["dependencies"], **project["optional-dependencies"]}
-    found = {group: [re.fullmatch(r"([\w.-]+)(.*)", line) for line in lines] for group, lines in lists.items()}
-    return {group: {canonical(m[1]): m[2] for m in matches} for group, matches in found.items()}
+    return {group: dict(map(requirement, lines)) for group, lines in lists.items()}
+
+
+def requirement(line):
+    match = re.fullmatch(r"([\w.-]+)(.*)", line)
+    return canonical(match[1]), match[2]
 
 
 def named():
     """The packages that `make` installs: those of all groups but deepspeed, with their conditions."""
-    return {name: at for group, names in groups().items() if group != "deepspeed" for name, at in names.items()}
+    lists = groups()
+    del lists["deepspeed"]
+    return {name: condition for names in lists.values() for name, condition in names.items()}
 
 
 def test_pyproject_environment_and_constraints_agree():
