@@ -11,7 +11,7 @@ PARTS         ?= *
 ARGS          ?=
 EXTRAS        ?=
 
-PY := .venv/bin/python
+PY := sh tools/python.sh
 comma := ,
 
 # Kernels come from .venv, not from the home folder; pip's --user has no place in an environment.
@@ -78,7 +78,7 @@ notebooks: install
 
 lint: install
 	@$(PY) -m ruff check -q
-	@.venv/bin/lint-imports --no-cache > /dev/null || .venv/bin/lint-imports --no-cache
+	@mkdir -p build; $(PY) .venv/bin/lint-imports --no-cache > build/imports.txt || { cat build/imports.txt; exit 1; }
 
 hooks: install
 	@$(PY) -m pre_commit install
