@@ -1,15 +1,18 @@
-"""The ports of a process group take nothing from anybody, once the group has formed."""
+"""Once a process group has formed, its ranks listen nowhere, and only ranks are connected to them."""
 
-import os
+import json
+import select
 import socket
 
 import pytest
+import torch.distributed as dist
 
 from zero1_helpers.ranks import doors
 
 
 @pytest.fixture
 def door():
+    """A listening socket that an event loop watches, as gloo's."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         yield door
 
@@ -17,45 +20,49 @@ def door():
 def connect(door):
     client = socket.create_connection(door.getsockname(), timeout=5)
     accepted, _ = door.accept()
-    accepted.settimeout(5)
     return client, accepted
 
 
-def test_later_connections_are_not_heard(door):
+def test_nobody_connects_to_a_closed_door_and_its_connections_go_on(door):
+    address = door.getsockname()
     client, accepted = connect(door)
-    doors.shut(door)
-    stranger, deaf = connect(door)
-    stranger.sendall(b"garbage")
-    client.sendall(b"x" * 1_000_000)  # sent after the stranger's, and all of it arrives
-    received = 0
-    while received < 1_000_000:
-        received += len(accepted.recv(1 << 20))
-    deaf.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        deaf.recv(1)
-    for end in (client, accepted, stranger, deaf):
-        end.close()
+    with client, accepted, select.epoll() as loop:
+        loop.register(door.fileno(), select.EPOLLIN)
+        assert door.fileno() in doors.sockets()[0]
+        assert doors.stop_listening(door.fileno()) is None
+        assert door.fileno() not in doors.sockets()[0]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5)
+        client.sendall(b"still here")
+        assert accepted.recv(10) == b"still here"
+        assert loop.poll(0.05) == []
+        loop.unregister(door.fileno())  # as gloo does when its group ends
 
 
-def test_who_has_connected(door):
+def test_a_server_that_no_event_loop_watches_is_not_gloos(door):
+    assert doors.stop_listening(door.fileno()) is None
+    connect(door)
+
+
+def check(door, others):
+    """The check of rank 0 of two, when rank 1 reports these connections."""
+    store = dist.HashStore()
+    store.set("sockets/1", json.dumps(others))
+    doors.check_connections(0, 2, store, {door.getsockname()}, doors.sockets()[1])
+
+
+def test_a_connection_that_no_rank_has_made_is_refused(door):
     client, accepted = connect(door)
-    assert doors.users_connected_to(door) == {os.geteuid()}
-    client.close()
-    assert doors.users_connected_to(door) == {-1}
-    accepted.close()
+    other = socket.create_server(("127.0.0.1", 0))
+    unrelated = connect(other)  # to a server that is not the group's
+    with client, accepted, other, unrelated[0], unrelated[1]:
+        check(door, [(client.getsockname(), door.getsockname())])
+        with pytest.raises(doors.Stranger):
+            check(door, [])
 
 
-def test_listening_sockets_are_found(door):
-    inode = os.fstat(door.fileno()).st_ino
-    assert doors.listening()[inode] == door.fileno()
-
-
-def test_a_connection_of_another_user_is_refused(monkeypatch):
-    somebody = os.geteuid() + 1
-    with pytest.raises(doors.ClosedDoor, match="connected to the process group"):
-        with doors.closed_to_others():
-            door = socket.create_server(("127.0.0.1", 0))
-            client, accepted = connect(door)
-            monkeypatch.setattr(os, "geteuid", lambda: somebody)
-    for end in (client, accepted, door):
-        end.close()
+def test_no_descriptor_is_left_open_by_looking(door):
+    before = doors.descriptors()
+    doors.sockets()
+    doors.stop_listening(door.fileno())
+    assert doors.descriptors() == before

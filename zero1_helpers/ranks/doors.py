@@ -1,97 +1,129 @@
-"""Gloo's connections between ranks, closed to strangers (on Linux).
+"""Gloo's connections between ranks, closed to strangers without any privilege.
 
-A gloo process group connects its ranks over TCP. It listens on the loopback interface, on a port of
-its own, and does not ask who connects: for the moment in which the group forms, a process of another
-user could take a rank's place, and its messages would be unpickled by object collectives. So, once a
-group has formed,
+A gloo process group connects its ranks over TCP. Each rank listens on the loopback interface, on a
+port of its own, and gloo does not ask who connects: while the group forms, a process of another user
+could take a rank's place, and object collectives would unpickle what it sends. Therefore, whenever
+torch has created a group,
 
-- nobody is heard any more: the system drops whatever a new connection to its ports sends;
-- if somebody who is not this user did connect in that moment, nothing is used: ClosedDoor is raised.
+1. each rank stops listening (`stop_listening`), because all ranks are connected by then;
+2. each rank writes the addresses of its sockets into the group's store, a file that only this user can
+   read, and compares (`check_connections`): a connection that no other rank has was made by somebody
+   else. Nothing has been received from it yet, and Stranger is raised.
+
+Only this process's own file descriptors are looked at, so neither capabilities nor /proc/net are needed.
 """
 
-import contextlib
-import ctypes
+import json
 import os
+import resource
+import select
 import socket
-import struct
-import sys
-from pathlib import Path
 
 import torch.distributed as dist
 
-ESTABLISHED, LISTEN = "01", "0A"  # states in /proc/net/tcp
-SO_ATTACH_FILTER = 26
-NO_PAYLOAD = [  # a packet filter: operation, jumps if equal and if not, constant
-    (0x30, 0, 0, 12),          # A = byte 12 of the TCP header, whose upper half is
-    (0x54, 0, 0, 0xF0),        #     the length of the header in words of 4 bytes
-    (0x74, 0, 0, 2),           # A = the same in bytes
-    (0x07, 0, 0, 0),           # X = A
-    (0x80, 0, 0, 0),           # A = length of the packet
-    (0x1D, 0, 1, 0),           # A == X?
-    (0x06, 0, 0, 0xFFFFFFFF),  # yes, only a header: take it
-    (0x06, 0, 0, 0)]           # no: drop it
+Pair = tuple[tuple, tuple]  # a connection: its address here, and the other end's
 
 
-class ClosedDoor(RuntimeError):
-    """A process of another user has connected to a process group that was forming."""
+class Stranger(RuntimeError):
+    """Something that is not a rank of the group has connected to it while it formed."""
 
 
-@contextlib.contextmanager
-def closed_to_others():
-    """Around the creation of a process group, on every rank, its first barrier included."""
-    if not sys.platform.startswith("linux"):
-        yield
-        return
-    before = listening()
-    yield
-    for _, descriptor in listening().items() - before.items():
-        with socket.socket(fileno=os.dup(descriptor)) as door:
-            shut(door)
-            if users := users_connected_to(door) - {os.geteuid()}:
-                raise ClosedDoor(f"user {min(users)} connected to the process group while it formed")
+def guard_groups(note=lambda message: None) -> None:
+    """Let every process group that torch creates from now on close its doors.
+
+    note: called with one line that says what could not be closed.
+    """
+    create = dist.distributed_c10d._new_process_group_helper  # the one place where torch makes groups
+
+    def guarded(*args, **kwargs):
+        before = sockets()[0].keys()
+        group, store = create(*args, **kwargs)
+        if store is not None:  # None: this rank is not in the group
+            listeners, pairs = sockets()
+            doors = {number: listeners[number] for number in listeners.keys() - before}
+            for number in doors:
+                if problem := stop_listening(number):
+                    note(f"gloo still listens at {doors[number]}, because {problem}; "
+                         "the connections themselves are checked.")
+            check_connections(group.rank(), group.size(), store, set(doors.values()), pairs)
+        return group, store
+
+    dist.distributed_c10d._new_process_group_helper = guarded
 
 
-def listening() -> dict[int, int]:
-    """This process's listening TCP sockets: {inode: file descriptor}."""
-    inodes = {int(fields[9]) for fields in tcp_sockets() if fields[3] == LISTEN}
-    found = {}
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            inode = os.stat(int(descriptor)).st_ino
-            if inode in inodes:
-                found[inode] = int(descriptor)
-    return found
+def sockets() -> tuple[dict[int, tuple], list[Pair]]:
+    """This process's TCP sockets: the listening ones {file descriptor: address}, and the connected."""
+    listeners, pairs = {}, []
+    for number in descriptors():
+        try:
+            found = socket.socket(fileno=number)
+        except OSError:
+            continue  # not a socket, or closed meanwhile
+        try:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listeners[number] = found.getsockname()[:2]
+                else:
+                    pairs.append((found.getsockname()[:2], found.getpeername()[:2]))
+        except OSError:
+            pass  # not connected
+        finally:
+            found.detach()  # the descriptor is somebody else's
+    return listeners, pairs
 
 
-def shut(door: socket.socket) -> None:
-    """Drop what later connections to this listening socket send; earlier ones go on."""
-    code = b"".join(struct.pack("HBBI", *instruction) for instruction in NO_PAYLOAD)
-    instructions = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("HP", len(NO_PAYLOAD), ctypes.addressof(instructions))
-    door.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+def descriptors() -> list[int]:
+    """This process's open file descriptors, or all numbers that could be one."""
+    try:
+        return [int(name) for name in os.listdir("/dev/fd")]
+    except OSError:  # no /proc
+        return list(range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 16)))
 
 
-def users_connected_to(door: socket.socket) -> set[int]:
-    """User ids at the other ends of this socket's accepted connections; -1: the other end is gone."""
-    rows = tcp_sockets()
-    address = next(fields[1] for fields in rows if fields[9] == str(os.fstat(door.fileno()).st_ino))
-    user = {(fields[1], fields[2]): int(fields[7]) for fields in rows if fields[3] == ESTABLISHED}
-    accepted = [fields for fields in rows
-                if fields[1] == address and fields[3] != LISTEN and fields[9] != "0"]
-    return {user.get((fields[2], address), -1) for fields in accepted}
+def stop_listening(listener: int) -> str | None:
+    """Close gloo's listening socket, whose file descriptor gloo keeps. Returns why it stays open.
+
+    The descriptor is replaced by one that nothing ever arrives at, registered with gloo's event loop
+    as before, so that gloo can take it from there when the group ends.
+    """
+    if not hasattr(select, "epoll"):
+        return "this system has no epoll"
+    loops = [number for number in descriptors() if registered(number, listener)]
+    if not loops:
+        return None  # a server of somebody else, such as a thread of a cell: not ours to close
+    try:
+        silent, other_end = socket.socketpair()
+        other_end.detach()  # stays open, because closing it would be an event
+        os.dup2(silent.fileno(), listener, inheritable=False)
+        silent.close()
+        for loop in loops:
+            with select.epoll.fromfd(os.dup(loop)) as epoll:
+                epoll.register(listener, 0)
+    except OSError as error:
+        return str(error)
+    return None
 
 
-def tcp_sockets() -> list[list[str]]:
-    """The rows of /proc/net/tcp: 1 and 2 are both addresses, 3 the state, 7 the user, 9 the inode."""
-    return [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+def registered(loop: int, descriptor: int) -> bool:
+    """Whether loop is an epoll instance that watches this descriptor; if so, it hears no more events."""
+    try:
+        with select.epoll.fromfd(os.dup(loop)) as epoll:
+            epoll.modify(descriptor, 0)
+    except OSError:
+        return False
+    return True
 
 
-def close_new_groups() -> None:
-    """Let dist.new_group close its doors, too."""
-    create = dist.new_group
+def check_connections(rank: int, size: int, store, doors: set[tuple], pairs: list[Pair]) -> None:
+    """Raise Stranger if a connection to one of these doors was not made by a rank of the group.
 
-    def new_group(*args, **kwargs):
-        with closed_to_others():
-            return create(*args, **kwargs)
-
-    dist.new_group = dist.distributed_c10d.new_group = new_group
+    doors: addresses at which this rank listened.  pairs: its connections.  store: the group's, shared
+    by ranks 0 to size - 1, each of which calls this.
+    """
+    store.set(f"sockets/{rank}", json.dumps(pairs))
+    made = {(tuple(theirs), tuple(ours)) for other in range(size) if other != rank
+            for theirs, ours in json.loads(store.get(f"sockets/{other}"))}
+    for ours, theirs in pairs:
+        if ours in doors and (theirs, ours) not in made:
+            raise Stranger(f"a process that is not one of the {size} ranks connected from "
+                           f"{theirs[0]}:{theirs[1]} while the process group formed")

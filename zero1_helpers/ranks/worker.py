@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from nbdistributed.worker import DistributedWorker
 
-from zero1_helpers.ranks.doors import close_new_groups, closed_to_others
+from zero1_helpers.ranks.doors import guard_groups
 
 LIBRARIES = ("<frozen", *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 CELL = "<cell "  # how the file names of cells begin
@@ -175,11 +175,10 @@ class Worker(DistributedWorker):
             os.environ.setdefault("ZERO1_PRESET", "small")
         # A file in a private folder, because a TCPStore listens on every interface.
         store = dist.FileStore(os.path.join(self.folder, "store"), self.world_size)
-        with closed_to_others():
-            dist.init_process_group(data["backend"], store=store, rank=self.rank,
-                                    world_size=self.world_size, device_id=device)
-            dist.barrier()  # all connections are made now, or fail now
-        close_new_groups()
+        guard_groups(warnings.warn)
+        dist.init_process_group(data["backend"], store=store, rank=self.rank,
+                                world_size=self.world_size, device_id=device)
+        dist.barrier()  # what fails, fails now
 
     def _execute(self, data: dict) -> None:
         """Run a cell as Jupyter would, showing its last expression. data: code, cell (a number)."""
