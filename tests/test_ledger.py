@@ -9,7 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.contenders import torch_ddp, torch_fsdp2, torch_zero
 from zero1_helpers import phases
-from zero1_helpers.measure.ledger import MARKER, MemoryLedger, Note, account, peaks, without_blips
+from zero1_helpers.measure.blocks import Blocks, account
+from zero1_helpers.measure.ledger import MARKER, MemoryLedger, Note
+from zero1_helpers.measure.peaks import peaks, without_blips
 from zero1_helpers.measure.profiler import get_profiler, read_trace
 from zero1_helpers.measure.runs import STATES, load_run
 from zero1_helpers.memory_math import local, nbytes, predict, state_bytes
@@ -239,8 +241,48 @@ def test_blips_go_and_nothing_else():
         ("activations", 2_000_000), ("temporaries", 16), ("temporaries", -16),  # the peak
         ("temporaries", 8), ("grads", 4), ("temporaries", -8), ("activations", -2_000_000),
     ]  # fmt: skip
-    rows = [(at, *change) for at, change in enumerate(changes)]
-    memory = pd.DataFrame(rows, columns=["time_us", "category", "delta"])
+    changed = [(at, *change) for at, change in enumerate(changes)]
+    memory = pd.DataFrame(changed, columns=["time_us", "category", "delta"])
     kept = without_blips(memory)
     assert kept["time_us"].tolist() == [0, *range(5, 16)]  # 10 is the peak
     assert peaks(kept) == peaks(memory) and peaks(memory)["peak"] == 3_000_016
+
+
+# Blocks: what neither the allocator nor a note tells, one rule after the other.
+
+
+def rows(blocks):
+    return [tuple(row) for row in blocks.changes().itertuples(index=False)]
+
+
+def test_an_address_that_is_allocated_again_was_freed():
+    blocks = Blocks(start=0)
+    blocks.allocated(1, 0x10, 8)
+    blocks.allocated(5, 0x10, 16)
+    assert rows(blocks) == [(1, "other", 8), (5, "other", 16), (5, "other", -8)]
+
+
+def test_a_free_of_something_else_at_an_address_is_not_a_free_of_what_a_note_named():
+    blocks = Blocks(start=0)
+    blocks.noted(1, 0, Note(True, {0x10: ("params", 100)}, []))
+    blocks.freed(2, 0x10, 7)
+    assert rows(blocks) == [(0, "params", 100)]
+    blocks.freed(3, 0x10, 100)
+    assert rows(blocks)[-1] == (3, "params", -100)
+
+
+def test_a_block_older_than_the_window_ends_with_the_first_whole_note_that_lacks_it():
+    blocks = Blocks(start=0)
+    blocks.noted(1, 0, Note(True, {0x10: ("opt_state", 100)}, []))
+    blocks.noted(2, 1, Note(False, {}, []))  # not a whole one: it says nothing of what it lacks
+    blocks.noted(3, 2, Note(True, {}, []))
+    assert rows(blocks) == [(0, "opt_state", 100), (3, "opt_state", -100)]
+
+
+def test_an_announced_tensor_that_is_gone_takes_its_block_along_and_no_later_one():
+    blocks = Blocks(start=0)
+    blocks.allocated(1, 0x10, 8)
+    blocks.noted(2, 0, Note(False, {0x10: ("buckets", 8)}, []))
+    blocks.allocated(3, 0x10, 8)  # the address has another owner by now, which nobody announced
+    blocks.noted(4, 1, Note(False, {}, [(0x10, 0)]))
+    assert rows(blocks) == [(1, "buckets", 8), (3, "other", 8), (3, "buckets", -8)]

@@ -24,7 +24,9 @@ from torch.profiler import ProfilerActivity
 
 from zero1_helpers import phases
 from zero1_helpers.measure import link, runs
-from zero1_helpers.measure.ledger import MemoryLedger, account, peaks, without_blips
+from zero1_helpers.measure.blocks import account
+from zero1_helpers.measure.ledger import MemoryLedger
+from zero1_helpers.measure.peaks import peaks, without_blips
 from zero1_helpers.memory_math import RING_FACTOR, bytes_sent, nbytes, predict
 from zero1_helpers.partition import by_bytes
 
