@@ -16,7 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
-from zero1_helpers.measure.runs import STATES
+from zero1_helpers.measure.schema import STATES
 from zero1_helpers.memory_math import is_counter, local, state_entries
 
 MARKER = "ledger "  # and its number: the name of a marker's event in the trace
