@@ -27,12 +27,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import pandas as pd
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from contenders import CONTENDERS
 from torch import nn
 
 from zero1_helpers import FlatShardedOptimizer, get_profiler, get_smol_model
 from zero1_helpers.measure.link import Link, bind_to_cores, emulate, lane, late_share, parse_link
+from zero1_helpers.measure.meet import run_ranks
 from zero1_helpers.measure.profiler import gather
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.memory_math import bytes_sent, state_bytes
@@ -128,11 +128,10 @@ def peaks_mb(racer: Racer, folder: Path) -> dict:
     return {name: max(rank[name] for rank in memory) / 1e6 for name in CATEGORIES}
 
 
-def race(rank, world_size, folder, names, model, links, rounds, steps, depth, details):
+def race(folder, names, model, links, rounds, steps, depth, details):
     """Body of one rank; rank 0 leaves its tables in `folder`. Link "none", then alone, is gloo itself."""
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     if links == ["none"]:
         bind_to_cores()  # as `emulate` does
     else:
@@ -159,8 +158,6 @@ def race(rank, world_size, folder, names, model, links, rounds, steps, depth, de
     if rank == 0:
         pd.DataFrame(times).to_csv(folder / "times.csv", index=False)
         pd.DataFrame(about).T.rename_axis("contender").to_csv(folder / "about.csv")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def run_race(names, model, links, rounds, steps, ranks=4, depth=None, details=False):
@@ -174,7 +171,7 @@ def run_race(names, model, links, rounds, steps, ranks=4, depth=None, details=Fa
             continue
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
-            mp.spawn(race, (ranks, folder, names, model, part, rounds, steps, depth, count), ranks)
+            run_ranks(race, ranks, folder, names, model, part, rounds, steps, depth, count)
             times += [pd.read_csv(folder / "times.csv")] if part else []
             about = pd.read_csv(folder / "about.csv").set_index("contender") if count else about
     return pd.concat(times, ignore_index=True), about
@@ -351,7 +348,7 @@ def main(argv=None) -> int:
     page += grow("ranks", args.worlds, lambda n: {"ranks": n}, args)
     page += grow("depth", args.depths, lambda n: {"depth": n}, args)
     everything.to_csv(args.out / "times.csv", index=False, float_format="%.4f")
-    (args.out / "RESULTS.md").write_text("\n".join(page))
+    (args.out / "RESULTS.md").write_text("\n".join(page), encoding="utf-8")
     print(args.out / "RESULTS.md")
     return 0
 

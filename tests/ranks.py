@@ -13,7 +13,6 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -45,8 +44,6 @@ def _worker(rank, conn, stacks):
     parent = mp.parent_process().sentinel
     threading.Thread(target=lambda: (wait([parent]), os._exit(1)), daemon=True).start()
     os.environ["OMP_NUM_THREADS"] = "1"
-    # a VPN's interface would break gloo's mesh; loopback always works on one machine
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import torch
 
     torch.set_num_threads(1)
@@ -65,17 +62,13 @@ def _worker(rank, conn, stacks):
 
 def _run(rank, store, world_size, fn, args):
     import torch
-    import torch.distributed as dist
+
+    from zero1_helpers.measure.meet import group
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank,
-                            world_size=world_size, timeout=GROUP_TIMEOUT)
-    result = fn(rank, world_size, *args)
-    if dist.is_initialized():
-        dist.barrier()  # a rank that issued fewer collectives than the others is found here
-        dist.destroy_process_group()
-    return result
+    with group(store, rank, world_size, timeout=GROUP_TIMEOUT):
+        return fn(rank, world_size, *args)
 
 
 class Ranks:

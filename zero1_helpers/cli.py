@@ -1,8 +1,8 @@
 """`zero1`, or `python -m zero1_helpers`: record | figures | report | view | export-trace | plan."""
 
 import argparse
-import logging
 import os
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,8 @@ from zero1_helpers._groups import explained
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
+INTERRUPTED = 130  # the shell's own status for what Ctrl-C has ended
+
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
@@ -21,6 +23,9 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"zero1 {args.command}: {explained(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"zero1 {args.command}: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
     except (ValueError, OSError) as error:
         strange = isinstance(error, OSError) and error.filename
         said = f"{error.filename}: {error.strerror}" if strange else error
@@ -101,8 +106,10 @@ def parse(argv):
 def run_record(args) -> int:
     """Start the ranks; or be one of them, when torchrun started this process."""
     from zero1_helpers.measure.link import parse_link
+    from zero1_helpers.measure.meet import RankFailed, run_ranks, torchruns_group
+    from zero1_helpers.measure.runs import new_files
     from zero1_helpers.memory_math import nbytes
-    from zero1_helpers.training.record import join
+    from zero1_helpers.training.record import record_on_link
     from zero1_helpers.training.variants import get_variant
     from zero1_helpers.training.workload import meta_smol_model
 
@@ -113,8 +120,12 @@ def run_record(args) -> int:
         raise ValueError("--ranks, --steps and --batch-size are 1 or more")
     what = (args.variant, args.preset, args.steps, args.out, args.link, args.batch_size, args.raw)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return join(*what) or 0
-    if args.out.exists() and not (args.out / "run.json").exists() and any(args.out.iterdir()):
+        with torchruns_group():
+            record_on_link(*what)
+        return 0
+    if args.out.exists() and not (args.out / "run.json").exists() and set(args.out.iterdir()) - {
+        new_files(args.out)
+    }:
         raise ValueError(f"{args.out} is not a run, and not empty; name another folder")
     args.out.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
@@ -123,28 +134,14 @@ def run_record(args) -> int:
         # glibc: give a freed gradient back to the system at once. Kept in the heap, the gaps
         # between blocks of the full-size model took as much memory again. It costs time.
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1024 * 1024))
-    return launch(args.ranks, join, what)
-
-
-def launch(ranks: int, function, arguments: tuple) -> int:
-    """What torchrun does, from Python: its command gives each rank a session, and Linux shares the cores
-    among sessions first, so that a rank's threads wait for the other ranks."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the same at more length
-    config = LaunchConfig(1, 1, ranks, run_id="zero1", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-                          max_restarts=0)  # fmt: skip
     try:
-        elastic_launch(config, function)(*arguments)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        said = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
-        print(f"zero1 record: rank {rank}: {said['message']}", file=sys.stderr)
-        if not said["message"].startswith("ValueError"):  # those say what to do
-            print(said.get("extraInfo", {}).get("py_callstack", ""), file=sys.stderr)
+        run_ranks(record_on_link, args.ranks, *what, use_gpus=True)
+    except RankFailed as error:
+        print(f"zero1 record: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        shutil.rmtree(new_files(args.out), ignore_errors=True)
+        raise
     return 0
 
 

@@ -299,7 +299,7 @@ if "deepspeed" in runs:
 
 # %%
 # %%local
-from zero1_helpers.measure.runs import STATES
+from zero1_helpers.measure.schema import STATES
 from zero1_helpers.report.frames import get_memory_timeline
 
 

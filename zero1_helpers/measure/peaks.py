@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from zero1_helpers.measure.runs import STATES
+from zero1_helpers.measure.schema import STATES
 
 
 def peaks(memory: pd.DataFrame) -> dict[str, int]:

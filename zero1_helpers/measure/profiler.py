@@ -5,14 +5,20 @@ One step of the window::
     forward ... step    torch.profiler records operations and allocations, the ledger what they hold
     prof.step(loss)     the step's edge; after the last one nothing more is recorded
     leaving `with`      every rank writes its lane view and memory timeline, rank 0 the summary
+
+A recorded run is not lost. If a rank cannot write, all ranks stop together and say why; the run then
+lies in a folder for temporary files, or `prof.save(folder)` writes it once more.
 """
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import re
+import shutil
 import tempfile
 import time
 import warnings
@@ -25,8 +31,12 @@ from torch.profiler import ProfilerActivity
 from zero1_helpers import phases
 from zero1_helpers.measure import link, runs
 from zero1_helpers.measure.blocks import account
+from zero1_helpers.measure.files import RunError, write_atomic
+from zero1_helpers.measure.lanes import lane_view
 from zero1_helpers.measure.ledger import MemoryLedger
+from zero1_helpers.measure.meet import one_line
 from zero1_helpers.measure.peaks import peaks, without_blips
+from zero1_helpers.measure.schema import FORMAT, check_about
 from zero1_helpers.memory_math import RING_FACTOR, bytes_sent, nbytes, predict
 from zero1_helpers.partition import by_bytes
 
@@ -38,13 +48,14 @@ def get_profiler(
 
     With `model` (wrapped or not) and `optimizer`, the memory timeline knows parameters, gradients and
     state; without them all is activations and temporaries. `about` goes into run.json: variant,
-    title, preset, data, seed. `keep_raw` also keeps the profiler's own trace. Nothing is written when
-    the loop raises.
+    title, preset, data, seed; a value that no run can hold is refused at once (RunError).
+    `keep_raw` also keeps the profiler's own trace. Nothing is written when the loop raises.
     """
     if not dist.is_initialized():
         raise RuntimeError(
             "no process group: run %dist_init, or torch.distributed.init_process_group"
         )
+    check_about(about)
     return RunProfiler(Path(file_prefix), steps, model, optimizer, about, keep_raw)
 
 
@@ -54,6 +65,7 @@ class RunProfiler:
         self.model, self.optimizer = model, optimizer
         self.ledger = MemoryLedger(model, optimizer)
         self.losses, self.step_seconds = [], []
+        self.trace = None  # what `save` reads once, when all is over
         self.cuda = (
             any(p.is_cuda for p in model.parameters()) if model else torch.cuda.is_available()
         )
@@ -106,47 +118,78 @@ class RunProfiler:
 
     def __exit__(self, kind, error, traceback) -> None:
         self._stop()
-        if error is None:
-            self._write()
+        if error is not None:
+            return
+        try:
+            self.save(self.folder)
+        except CannotWrite as error:
+            self._save_elsewhere(error)
 
-    def _write(self) -> None:
+    def save(self, folder) -> None:
+        """Write the run into `folder`. Called on every rank, when the last step is over.
+
+        If any rank fails, all raise the same RunError, so that none waits for another one.
+        """
+        folder = Path(folder)
+        together(lambda: self._read(folder))
+        base = min(gather(self.began_us))  # one clock for all ranks
+        together(lambda: self._save_rank(folder, base))
+        record = self._record()
+        together(lambda: dist.get_rank() == 0 and runs.put_in_place(folder, record))
+
+    def _save_elsewhere(self, error: "CannotWrite") -> None:
+        """The folder took no file: a full disk, for example. Try the one for temporary files."""
+        spare = [None]
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                spare = [tempfile.mkdtemp(prefix="zero1-run-")]
+        dist.broadcast_object_list(spare, src=0)
+        try:
+            self.save(spare[0] or self.folder)
+        except CannotWrite:
+            raise CannotWrite(f"{error}; `save(folder)` of the profiler tries again") from None
+        raise CannotWrite(f"{error}; the run is in {spare[0]} instead")
+
+    def _read(self, folder: Path) -> None:
+        """Read this rank's part of the run out of the profiler and the ledger."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(runs.new_files(folder), ignore_errors=True)  # of a recording that was ended
+        if self.trace is not None:
+            return
+        trace = read_trace(self.profiler, folder)
         rank, world_size, steps = dist.get_rank(), dist.get_world_size(), len(self.step_seconds)
-        trace = read_trace(self.profiler)
-        trace["distributedInfo"] = {
-            "backend": link.transport(),
-            "rank": rank,
-            "world_size": world_size,
-        }
-        events = trace["traceEvents"]
-        base = min(
-            gather(min(e["ts"] for e in events if e.get("ph") == "X"))
-        )  # one clock for all ranks
-        memory = account(events, self.ledger.notes, self.cuda)
+        about = {"backend": link.transport(), "rank": rank, "world_size": world_size}
+        trace["distributedInfo"] = about
+        events = self._on_the_link(trace)["traceEvents"]
+        self.memory = account(trace["traceEvents"], self.ledger.notes, self.cuda)
+        self.began_us = min(e["ts"] for e in trace["traceEvents"] if e.get("ph") == "X")
+        self.mine = {"losses": self.losses, "memory": peaks(self.memory), "predicted": self._predicted(),
+                     "late": [p.late for p in self.passages]}  # fmt: skip
+        self.collectives = count_collectives(events, steps, world_size)
+        self.trace = trace
+
+    def _save_rank(self, folder: Path, base: float) -> None:
+        memory = self.memory.copy()
         memory["time_us"] = (memory["time_us"] - base).round().astype("int64")
-        if rank == 0:
-            for old in [self.folder / "run.json", *self.folder.glob("*.rank*.gz")]:
-                old.unlink(missing_ok=True)
-        dist.barrier()
-        raw = trace if self.keep_raw else None
-        runs.save_rank(
-            self.folder, rank, runs.lane_view(self._on_the_link(trace), base), without_blips(memory), raw
-        )
-        losses = [sum(at_step) / world_size for at_step in zip(*gather(self.losses), strict=True)]
-        measured = {
-            "format": runs.FORMAT,
-            "world_size": world_size,
-            "steps": steps,
-            "losses": losses,
+        view = lane_view(self._on_the_link(self.trace), base)
+        raw = self.trace if self.keep_raw else None
+        runs.save_rank(runs.new_files(folder), dist.get_rank(), view, without_blips(memory), raw)
+
+    def _record(self) -> dict:
+        """run.json, the same on every rank but for the seconds."""
+        parts = gather(self.mine)
+        losses = zip(*(part["losses"] for part in parts), strict=True)
+        return self._about_model() | environment(self.cuda) | self.about | {
+            "format": FORMAT,
+            "world_size": len(parts),
+            "steps": len(self.step_seconds),
+            "losses": [sum(at_step) / len(parts) for at_step in losses],
             "step_seconds": self.step_seconds,
-            "memory": gather(peaks(memory)),
-            "predicted": gather(self._predicted()),
-            "collectives": count_collectives(self._on_the_link(trace)["traceEvents"], steps, world_size),
-            "late_share": link.late_share(gather([p.late for p in self.passages])),
+            "memory": [part["memory"] for part in parts],
+            "predicted": [part["predicted"] for part in parts],
+            "collectives": self.collectives,
+            "late_share": link.late_share([part["late"] for part in parts]),
         }
-        if rank == 0:
-            about = self._about_model() | environment(self.cuda) | self.about
-            runs.save_summary(self.folder, about | measured)
-        dist.barrier()  # from here on any rank may read the run
 
     def _on_the_link(self, trace: dict) -> dict:
         """The trace with gloo's own times replaced by those of the emulated link, if there is one."""
@@ -159,8 +202,9 @@ class RunProfiler:
     def _about_model(self) -> dict:
         """What run.json says when the caller did not."""
         nothing = {"name": "unknown", "source": "unknown"}
+        name = self.folder.resolve().name[:100] or "run"
         return {
-            "variant": self.folder.name, "title": self.folder.name, "preset": "none",
+            "variant": name, "title": name, "preset": "none",
             "seed": torch.initial_seed(),
             "model": describe_model(self.model) if self.model is not None
             else nothing | {"parameters": 0, "tensors": 0, "dtype": "unknown"},
@@ -200,15 +244,56 @@ def touch_free_memory(size: int) -> None:
     dist.barrier()
 
 
-def read_trace(profiler: torch.profiler.profile) -> dict:
-    """The chrome trace of a stopped profiler, parsed."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "trace.json")
+class CannotWrite(RunError):
+    """The system refused to write a file of the run, on some rank."""
+
+
+def together(work) -> None:
+    """`work()` on every rank. If it raises anywhere, every rank raises: none waits in a collective."""
+    error = None
+    try:
+        work()
+    except Exception as raised:  # whatever it is, the others must hear of it
+        error = (one_line(raised), isinstance(raised, OSError))
+    failed = [(rank, said) for rank, said in enumerate(gather(error)) if said]
+    if failed:
+        rank, (said, by_the_system) = failed[0]
+        raise (CannotWrite if by_the_system else RunError)(f"rank {rank}: {said}")
+
+
+def read_trace(profiler: torch.profiler.profile, folder) -> dict:
+    """The chrome trace of a stopped profiler, parsed. If it cannot be, its text is left in `folder`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = os.path.join(scratch, "trace.json")
         profiler.export_chrome_trace(path)
         with open(path, encoding="utf-8", errors="replace") as f:
-            trace = json.load(f)
+            text = f.read()
+    try:
+        trace = json.loads(text)
+    except ValueError:
+        try:
+            trace = json.loads(NAME.sub(_quoted, text))
+        except ValueError as error:
+            left = Path(folder) / f"unread.rank{dist.get_rank()}.json"
+            write_atomic(left, text.encode())
+            raise RunError(
+                f"{left}: torch's profiler wrote this, and it is not JSON ({error}); mend it there, "
+                "or give the ranges of record_function plainer names and record again"
+            ) from None
     name_reduce_scatters(trace["traceEvents"])
     return trace
+
+
+# torch's profiler writes a name as it is, quotes included.
+NAME = re.compile(r'^(\s*"name": )"(.*)"(?=,$)', re.MULTILINE)
+
+
+def _quoted(found: re.Match) -> str:
+    try:
+        json.loads(f'"{found[2]}"')
+        return found[0]
+    except ValueError:
+        return found[1] + json.dumps(found[2])
 
 
 def gather(value) -> list:
@@ -227,7 +312,10 @@ def environment(cuda: bool) -> dict:
         "HTA": "traceinsight",
         "nbdistributed": "nbdistributed",
     }
-    versions = {name: importlib.metadata.version(package) for name, package in packages.items()}
+    versions = {}
+    for name, package in packages.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(package)
     return {
         "backend": link.transport(),
         "device": "cuda" if cuda else "cpu",

@@ -19,7 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from zero1_helpers.measure.runs import STATES, Run, RunError, setting_of, write_atomic
+from zero1_helpers.measure.files import RunError, write_atomic
+from zero1_helpers.measure.runs import Run, setting_of
+from zero1_helpers.measure.schema import STATES
 from zero1_helpers.report import frames
 from zero1_helpers.training.variants import VARIANTS
 

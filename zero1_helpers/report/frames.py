@@ -21,8 +21,10 @@ import re
 
 import pandas as pd
 
+from zero1_helpers.measure.files import RunError
+from zero1_helpers.measure.lanes import MARKS
 from zero1_helpers.measure.ledger import WHOLE_PHASES
-from zero1_helpers.measure.runs import CATEGORIES, MARKS, STATES, RunError
+from zero1_helpers.measure.schema import CATEGORIES, STATES
 
 NO_INDEX = "all params"
 KINDS = {  # of collectives, by the names that gloo and NCCL give them

@@ -1,8 +1,6 @@
 """Record one variant as a run, on a link that all variants share."""
 
-import json
-import os
-import sys
+import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.link import Link, current, emulate, parse_link, transport
 from zero1_helpers.measure.profiler import gather, get_profiler, touch_free_memory
-from zero1_helpers.measure.runs import load_run
+from zero1_helpers.measure.runs import load_record, load_run
 from zero1_helpers.memory_math import bytes_sent, nbytes
 from zero1_helpers.training.loop import endless, train, warm_up
 from zero1_helpers.training.variants import adam, get_variant
@@ -61,9 +60,10 @@ def record_missing(
     for name in variants:
         out = Path(folder) / name
         known = [None]
-        if dist.get_rank() == 0 and (out / "run.json").exists():
-            found = json.loads((out / "run.json").read_text())
-            known = [{key: found.get(key) for key in setting}]
+        if dist.get_rank() == 0:
+            with contextlib.suppress(RunError):  # missing or damaged: it is recorded anew
+                found = load_record(out)
+                known = [{key: found[key] for key in setting}]
         dist.broadcast_object_list(known, src=0)
         if known[0] != setting:
             record(name, preset, steps, out, **kwargs)
@@ -100,25 +100,14 @@ def record(
         return train(model, optimizer, batches, variant.after_backward, profiler)
 
 
-def join(variant: str, preset: str, steps: int, out, link: str, batch_size: int | None, keep_raw: bool):
-    """`record` as one of the ranks that torchrun or its launcher has started: the environment says which."""
-    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    on_gpus = torch.cuda.device_count() >= local_ranks
-    device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    elif int(os.environ["WORLD_SIZE"]) == local_ranks:
-        # One machine: stay on it, whatever a VPN has done to the host's name.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    try:
-        use_link(link, preset, batch_size)
-        record(variant, preset, steps, out, batch_size=batch_size, device=device, keep_raw=keep_raw)
-        if dist.get_rank() == 0:
-            print(f"{out}: {load_run(out).caption}")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def record_on_link(
+    variant: str, preset: str, steps: int, out, link: str, batch_size: int | None, keep_raw: bool
+) -> None:
+    """`record` over an emulated link. Called on every rank; rank 0 says what it has written."""
+    use_link(link, preset, batch_size)
+    record(variant, preset, steps, out, batch_size=batch_size, keep_raw=keep_raw)
+    if dist.get_rank() == 0:
+        print(f"{out}: {load_run(out).caption}", flush=True)
 
 
 def use_link(
@@ -148,7 +137,10 @@ def use_link(
 def _link_of_runs(folder: Path, preset: str) -> str | None:
     """The link of the latest run in `folder` of this preset on as many ranks, as text."""
     for file in sorted(folder.glob("*/run.json"), key=lambda f: f.stat().st_mtime, reverse=True):
-        run = json.loads(file.read_text())
+        try:
+            run = load_record(file.parent)
+        except RunError:
+            continue
         if (run["preset"], run["world_size"]) == (preset, dist.get_world_size()) and run["link"] != "none":
             return run["link"]
     return None
