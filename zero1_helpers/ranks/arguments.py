@@ -21,8 +21,10 @@ def parse_ranks(text: str, world_size: int) -> list[int]:
             raise ClusterError(f"%%rank {text}: write the ranks as %%rank [0,2] or %%rank [0-2].")
         ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     if unknown := [rank for rank in ranks if rank >= world_size]:
-        raise ClusterError(f"%%rank {text}: there is no {span(unknown)}; "
-                           f"{count(world_size)} running, numbered from 0.")
+        raise ClusterError(
+            f"%%rank {text}: there is no {span(unknown)}; "
+            f"{count(world_size)} running, numbered from 0."
+        )
     return sorted(ranks)
 
 
@@ -51,8 +53,10 @@ def parse_gpu_ids(text: str | None, ranks: int) -> list[int] | None:
     except ValueError:
         raise ClusterError(f"--gpu-ids {text}: write GPU ids as 0,1,3.") from None
     if len(set(ids)) < ranks or len(set(ids)) < len(ids):
-        raise ClusterError(f"--gpu-ids {text}: {count(ranks)} need {ranks} different GPUs, "
-                           "because NCCL takes one rank per GPU.")
+        raise ClusterError(
+            f"--gpu-ids {text}: {count(ranks)} need {ranks} different GPUs, "
+            "because NCCL takes one rank per GPU."
+        )
     return ids[:ranks]
 
 
@@ -60,8 +64,10 @@ def choose_gpus(available: int, ranks: int, wanted: list[int] | None):
     """Each rank's GPU (None: all on the CPU), and the reason. available: GPUs that torch sees."""
     if wanted:
         if unknown := [gpu for gpu in wanted if not 0 <= gpu < available]:
-            raise ClusterError(f"--gpu-ids: there is no GPU {', '.join(map(str, unknown))}; "
-                               f"torch sees {available}.")
+            raise ClusterError(
+                f"--gpu-ids: there is no GPU {', '.join(map(str, unknown))}; "
+                f"torch sees {available}."
+            )
         return wanted, f"NCCL, because --gpu-ids names GPUs {', '.join(map(str, wanted))}"
     if available >= ranks:
         return list(range(ranks)), "NCCL, because there is a GPU for each"

@@ -33,7 +33,9 @@ def guard_groups(note=lambda message: None) -> None:
 
     note: called with one line that says what could not be closed.
     """
-    create = dist.distributed_c10d._new_process_group_helper  # the one place where torch makes groups
+    create = (
+        dist.distributed_c10d._new_process_group_helper
+    )  # the one place where torch makes groups
 
     def guarded(*args, **kwargs):
         before = sockets()[0].keys()
@@ -43,8 +45,10 @@ def guard_groups(note=lambda message: None) -> None:
             doors = {number: listeners[number] for number in listeners.keys() - before}
             for number in doors:
                 if problem := stop_listening(number):
-                    note(f"gloo still listens at {doors[number]}, because {problem}; "
-                         "the connections themselves are checked.")
+                    note(
+                        f"gloo still listens at {doors[number]}, because {problem}; "
+                        "the connections themselves are checked."
+                    )
             check_connections(group.rank(), group.size(), store, set(doors.values()), pairs)
         return group, store
 
@@ -60,7 +64,10 @@ def sockets() -> tuple[dict[int, tuple], list[Pair]]:
         except OSError:
             continue  # not a socket, or closed meanwhile
         try:
-            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+            if (
+                found.family in (socket.AF_INET, socket.AF_INET6)
+                and found.type == socket.SOCK_STREAM
+            ):
                 if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     listeners[number] = found.getsockname()[:2]
                 else:
@@ -121,9 +128,15 @@ def check_connections(rank: int, size: int, store, doors: set[tuple], pairs: lis
     by ranks 0 to size - 1, each of which calls this.
     """
     store.set(f"sockets/{rank}", json.dumps(pairs))
-    made = {(tuple(theirs), tuple(ours)) for other in range(size) if other != rank
-            for theirs, ours in json.loads(store.get(f"sockets/{other}"))}
+    made = {
+        (tuple(theirs), tuple(ours))
+        for other in range(size)
+        if other != rank
+        for theirs, ours in json.loads(store.get(f"sockets/{other}"))
+    }
     for ours, theirs in pairs:
         if ours in doors and (theirs, ours) not in made:
-            raise Stranger(f"a process that is not one of the {size} ranks connected from "
-                           f"{theirs[0]}:{theirs[1]} while the process group formed")
+            raise Stranger(
+                f"a process that is not one of the {size} ranks connected from "
+                f"{theirs[0]}:{theirs[1]} while the process group formed"
+            )

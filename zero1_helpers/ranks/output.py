@@ -25,8 +25,8 @@ class Output:
 
     def add(self, data: bytes) -> None:
         data = self.rest + data
-        self.rest = re.search(rb"(\x1b\[?)?$", data)[0]
-        for piece in CONTROLS.split(data[:len(data) - len(self.rest)]):
+        self.rest = re.search(rb"(\x1b\[?)?\Z", data)[0]
+        for piece in CONTROLS.split(data[: len(data) - len(self.rest)]):
             if piece == b"\n":
                 self.row, self.overwrite = self.row + 1, True
                 if self.row == len(self.screen):
@@ -52,7 +52,7 @@ class Output:
             self.row -= lines
         if len(self.settled) > 2 * KEEP:
             self.cut += len(self.settled) - KEEP
-            del self.settled[KEEP // 2:-KEEP // 2]
+            del self.settled[KEEP // 2 : -KEEP // 2]
 
     def text(self, lines: int | None = None) -> str:
         """All of it, or the last lines."""
@@ -60,9 +60,9 @@ class Output:
         cut = self.cut + len(data) - KEEP
         if cut > 0:
             note = f"\n... {cut:,} bytes cut ...\n".encode()
-            data = data[:KEEP // 2] + note + data[-KEEP // 2:]
+            data = data[: KEEP // 2] + note + data[-KEEP // 2 :]
         text = data.decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:]) if lines else text
+        return "\n".join(text.rstrip("\n").split("\n")[-lines:]) if lines else text
 
 
 def show(ranks, answers: dict[int, dict], texts: list[str]) -> None:
@@ -113,4 +113,4 @@ def count(ranks: int) -> str:
 
 
 def indented(text: str) -> str:
-    return "".join(f"\n    {line}" for line in text.splitlines())
+    return "".join(f"\n    {line}" for line in text.rstrip("\n").split("\n") if text)
