@@ -29,7 +29,8 @@ from zero1_helpers.ddp import SimpleDDPBucket
 from zero1_helpers.flat_bucket import MASTER, FlatBucket, check_negative_zero
 from zero1_helpers.partition import Flat
 from zero1_helpers.phases import phase
-from zero1_helpers.zero import instead, on_stream
+from zero1_helpers.streams import join, on_stream, side_stream
+from zero1_helpers.zero import instead
 
 
 class SimpleDDPReduceScatter(SimpleDDPBucket):
@@ -63,7 +64,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
         self.step_in_backward, self.lazy_gather = step_in_backward, lazy_gather
         kwargs.setdefault("process_group", zero1_optimizer.process_group)
         super().__init__(model, zero1_optimizer.partition.bucket_cap_mb, **kwargs)
-        self._side_stream = torch.cuda.Stream() if any(p.is_cuda for p in self._names) else None
+        self._side_stream = side_stream(self._names)
         check_negative_zero(self.buckets, self.process_group)
         zero1_optimizer.wrapper = self
 
@@ -110,7 +111,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
 
     @torch.no_grad()
     def _finish(self, bucket: FlatBucket) -> None:
-        with on_stream(self._side_stream, keep=bucket.mine):
+        with on_stream(self._side_stream, use=[bucket.grads, bucket.mine]):
             with phase("wait", bucket.index):
                 self._num_finished += 1
                 bucket.receive_gradients(self.world_size)
@@ -124,8 +125,8 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
 
     def wait_for_gradients(self) -> None:
         super().wait_for_gradients()
-        if self._side_stream is not None and not self.step_in_backward:  # others read them: clipping
-            torch.cuda.current_stream().wait_stream(self._side_stream)
+        if not self.step_in_backward:  # others read them: clipping
+            join(self._side_stream)
 
     @torch.no_grad()
     def step_remaining(self) -> None:
@@ -146,8 +147,8 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
                     bucket.guard()
             else:
                 self.zero1_optimizer.receive()
-        if self._side_stream is not None and not self.lazy_gather:
-            torch.cuda.current_stream().wait_stream(self._side_stream)
+        if not self.lazy_gather:
+            join(self._side_stream)
 
     def remove(self) -> None:
         super().remove()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zero1_helpers.ddp import Bucket, SimpleDDPBucket, broadcast, plan_buckets
 from zero1_helpers.partition import Partition, assign_owners, by_count
 from zero1_helpers.phases import announce, phase
+from zero1_helpers.streams import join, keep, on_stream, side_stream
 
 is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
@@ -229,10 +230,8 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
         self.zero1_optimizer = zero1_optimizer
         self.lag = lag if step_in_backward else math.inf
         self._broadcasts: list[dist.Work] = []
-        self._side_stream = None
+        self._side_stream = side_stream(model.parameters())
         super().__init__(model, bucket_cap_mb, **kwargs)
-        if any(p.is_cuda for p in self._names):
-            self._side_stream = torch.cuda.Stream()
 
     def _plan(self, params: list[Tensor]) -> list[Bucket]:
         for p, name in self._names.items():
@@ -262,7 +261,7 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
             self._finish(self.buckets[bucket.index - self.lag])
 
     def _finish(self, bucket: Bucket) -> None:
-        with on_stream(self._side_stream, keep=bucket.flat):
+        with on_stream(self._side_stream, use=[bucket.flat]):
             super()._finish(bucket)
             self._broadcasts += self.zero1_optimizer.step_parameters(bucket.params, bucket.index)
 
@@ -270,8 +269,7 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
         with on_stream(self._side_stream), phase("receive"):
             while self._broadcasts:
                 self._broadcasts.pop(0).wait()
-        if self._side_stream is not None:
-            torch.cuda.current_stream().wait_stream(self._side_stream)
+        join(self._side_stream)
 
 
 def by_owner(params: Iterable[Tensor], owner_of: Mapping[Tensor, int]) -> dict[int, list[Tensor]]:
@@ -299,8 +297,7 @@ def as_flat(params: Sequence[Tensor]) -> Tensor:
         for p, offset in zip(params, offsets, strict=True):
             strides = torch.empty_like(p, device="meta").stride()  # dense, in p's order
             moved = flat.as_strided(p.shape, strides, offset).copy_(p.detach())
-            if p.is_cuda:  # not given away before it is copied
-                p.record_stream(torch.cuda.current_stream())
+            keep([p])  # its old memory is not given away before it is copied
             p.data = moved
         announce("params", params)
     return params[0].detach().as_strided((numel,), (1,))
@@ -322,19 +319,3 @@ def instead(optimizer: torch.optim.Optimizer, pieces: Mapping[Tensor, Tensor]):
     finally:
         for group, all_params in zip(optimizer.param_groups, everything, strict=True):
             group["params"] = all_params
-
-
-@contextmanager
-def on_stream(stream: "torch.cuda.Stream | None", keep: Tensor | None = None):
-    """Queue what follows on `stream`, after all that the current stream has queued; on a CPU just run it.
-
-    `keep` was allocated for the current stream: its memory is not given away while `stream` uses it.
-    """
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream())
-    if keep is not None:
-        keep.record_stream(stream)
-    with torch.cuda.stream(stream):
-        yield
