@@ -449,7 +449,7 @@ def test_a_group_added_later_gets_buckets_of_its_own(ranks):
 def refused(rank, world_size):
     model = make(MLP)
     for cls in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon):
-        with pytest.raises(ValueError, match=f"{cls.__name__} (cannot step pieces|does not work element)"):
+        with pytest.raises(ValueError, match=cls.__name__):
             FlatShardedOptimizer(cls, model, lr=0.1)
     for cls in (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Adamax):
         FlatShardedOptimizer(cls, model, lr=0.1)

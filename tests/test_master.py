@@ -13,9 +13,9 @@ from zero1_helpers import (
     SimpleDDPReduceScatter,
     ZeROOne,
     checkpoint,
+    clip,
     flat_bucket,
     get_profiler,
-    practice,
 )
 from zero1_helpers.memory_math import RECIPES, model_states, nbytes, predict, state_bytes
 from zero1_helpers.partition import Flat
@@ -286,7 +286,7 @@ def micro_batches(rank, world_size):
             loss_of(wrapped, x[rank, :2], y[rank, :2]).backward()
         loss_of(wrapped, x[rank, 2:], y[rank, 2:]).backward()
         wrapped.wait_for_gradients()
-        norm = practice.clip_grad_norm_(optimizer, 0.05)
+        norm = clip.clip_grad_norm_(optimizer, 0.05)
         assert float(norm) == pytest.approx(expected[0], rel=1e-6) and norm > 0.05
         optimizer.step()
         optimizer.zero_grad()
@@ -310,7 +310,7 @@ def scaled(rank, world_size):
         before = [t.detach().clone() for t in before]
         scaler.scale(loss_of(wrapped, x[rank], y[rank]) * scale).backward()
         wrapped.wait_for_gradients()
-        practice.scaler_step(scaler, optimizer)
+        clip.scaler_step(scaler, optimizer)
         scaler.update()
         if step == 1:
             after = [*model.parameters(), *(piece for _, piece, _ in masters(optimizer))]

@@ -14,7 +14,7 @@ from zero1_helpers import (
     SimpleDDPBucketAsync,
     ZeROOne,
     checkpoint,
-    practice,
+    clip,
 )
 from zero1_helpers.memory_math import state_bytes
 
@@ -45,7 +45,7 @@ def step_alone(model, optimizer, world_size, index, before_step=lambda params: N
     optimizer.zero_grad()
 
 
-def clip(rank, world_size):
+def clipped(rank, world_size):
     norms = []
     for name in SEEN:
         for norm_type in (2.0, 1.0, float("inf")):
@@ -57,7 +57,7 @@ def clip(rank, world_size):
                 to.append(float(nn.utils.clip_grad_norm_(params, 0.05, norm_type)))
 
             def clip_and_step(optimizer, norm_type=norm_type):
-                norms.append(float(practice.clip_grad_norm_(optimizer, 0.05, norm_type)))
+                norms.append(float(clip.clip_grad_norm_(optimizer, 0.05, norm_type)))
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -69,16 +69,16 @@ def clip(rank, world_size):
     for name in ("overlap", "flat"):
         variant = Variant(name, make(MLP), torch.optim.SGD, lr=0.1)
         with pytest.raises(RuntimeError, match="step_in_backward=False"):
-            step(variant, rank, world_size, 0, lambda o: practice.clip_grad_norm_(o, 1.0))
+            step(variant, rank, world_size, 0, lambda o: clip.clip_grad_norm_(o, 1.0))
         scaler = torch.amp.GradScaler("cpu")
         with pytest.raises(RuntimeError, match="step_in_backward=False"):
-            practice.scaler_step(scaler, variant.optimizer)
+            clip.scaler_step(scaler, variant.optimizer)
     return norms
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_clipping_by_the_norm_of_all(ranks, world_size):
-    first, *others = ranks(clip, world_size)
+    first, *others = ranks(clipped, world_size)
     assert all(norms == first for norms in others)
 
 
@@ -168,7 +168,7 @@ def test_saving_sends_pieces_of_bounded_size(ranks, name):
     assert set(ranks(saved_in_pieces, 3, name)) == {10}
 
 
-def scaled(rank, world_size, name, clip):
+def scaled(rank, world_size, name, clips):
     """An inf on one rank skips the step on all; otherwise as without a scaler."""
     variant, reference = Variant(name, make(MLP), torch.optim.SGD, lr=0.1), make(MLP)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -183,7 +183,7 @@ def scaled(rank, world_size, name, clip):
         else:
             variant.model.sync_gradients()
         before = [p.clone() for p in variant.model.parameters()]
-        practice.scaler_step(scaler, variant.optimizer, 0.05 if clip else None)
+        clip.scaler_step(scaler, variant.optimizer, 0.05 if clips else None)
         scaler.update()
         variant.optimizer.zero_grad()
         if bad:
@@ -191,14 +191,14 @@ def scaled(rank, world_size, name, clip):
             assert scaler.get_scale() == 512
         else:
             step_alone(reference, plain, world_size, i,
-                       lambda params: clip and nn.utils.clip_grad_norm_(params, 0.05))  # fmt: skip
+                       lambda params: clips and nn.utils.clip_grad_norm_(params, 0.05))  # fmt: skip
     assert max_difference(variant.model, reference) <= 1e-9
 
 
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("name", ["zero1", "sharded", "flat-after"])
-def test_an_inf_on_one_rank_skips_the_step_on_all(ranks, name, clip):
-    ranks(scaled, 3, name, clip)
+def test_an_inf_on_one_rank_skips_the_step_on_all(ranks, name, clips):
+    ranks(scaled, 3, name, clips)
 
 
 def half_precision(rank, world_size, name):
@@ -219,11 +219,11 @@ def half_precision(rank, world_size, name):
         else:
             variant.model.wait_for_gradients()
         before = [p.clone() for p in model.parameters()]
-        practice.scaler_step(scaler, variant.optimizer)
+        clip.scaler_step(scaler, variant.optimizer)
         scaler.update()
         variant.optimizer.zero_grad()
         skipped += all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-        practice.check_in_sync(model)
+        clip.check_in_sync(model)
     assert all(p.isfinite().all() for p in model.parameters())
     return skipped, scaler.get_scale()
 
@@ -239,11 +239,11 @@ def diverged(rank, world_size):
     for name in KINDS:
         variant = Variant(name, make(MLP), torch.optim.SGD, lr=0.1)
         step(variant, rank, world_size, 0)
-        practice.check_in_sync(variant.model.module)
+        clip.check_in_sync(variant.model.module)
         with torch.no_grad():
             variant.model.module.layers[2].weight[0, 0] += 1e-9 if rank == 1 else 0.0
         with pytest.raises(ValueError, match=r"ranks differ in 1 of 8 tensors.* layers.2.weight$"):
-            practice.check_in_sync(variant.model.module)
+            clip.check_in_sync(variant.model.module)
 
 
 def test_a_rank_that_diverges_is_found_by_name(ranks):
@@ -253,9 +253,9 @@ def test_a_rank_that_diverges_is_found_by_name(ranks):
 def test_a_checksum_sees_order_sign_and_size():
     t = torch.randn(100)
     for other in (t.flip(0), -t, t[:-1], t + torch.eye(100)[7] * 1e-6, torch.cat([t, torch.zeros(1)])):
-        assert practice.checksum(other) != practice.checksum(t)
-    assert practice.checksum(t.clone()) == practice.checksum(t)
-    assert practice.checksum(torch.tensor([0.0])) != practice.checksum(torch.tensor([-0.0]))
+        assert clip.checksum(other) != clip.checksum(t)
+    assert clip.checksum(t.clone()) == clip.checksum(t)
+    assert clip.checksum(torch.tensor([0.0])) != clip.checksum(torch.tensor([-0.0]))
 
 
 class Normalised(nn.Module):
@@ -283,7 +283,7 @@ def buffers(rank, world_size):
             dist.all_gather(everyone, seen)
             assert torch.equal(everyone[0], everyone[1]) == shared, name
             with pytest.raises(ValueError, match=r"layers.1.running_mean$"):
-                practice.check_in_sync(variant.model.module)  # between forwards each rank has its own
+                clip.check_in_sync(variant.model.module)  # between forwards each rank has its own
 
 
 def test_buffers_are_rank_0s_in_each_forward_if_asked_for(ranks):

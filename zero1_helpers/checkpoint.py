@@ -32,7 +32,8 @@ from zero1_helpers.flat import FlatShardedOptimizer
 from zero1_helpers.flat_bucket import MASTER
 from zero1_helpers.memory_math import is_counter
 from zero1_helpers.partition import pieces_of
-from zero1_helpers.zero import ZeROOne, instead
+from zero1_helpers.stepping import instead
+from zero1_helpers.zero import ZeROOne
 
 CHUNK = 2**20  # elements that a tensor travels in on its way to one rank
 WRAPPERS = SimpleDDP, nn.parallel.DistributedDataParallel, torch._dynamo.OptimizedModule

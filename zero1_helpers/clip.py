@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero1_helpers.flat import FlatShardedOptimizer
-from zero1_helpers.zero import ZeROOne, instead
+from zero1_helpers.stepping import instead
+from zero1_helpers.zero import ZeROOne
 
 CHUNK = 2**20  # elements that a checksum is made of at a time
 

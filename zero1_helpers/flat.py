@@ -29,7 +29,8 @@ from zero1_helpers.ddp import SimpleDDPBucket
 from zero1_helpers.flat_bucket import MASTER, FlatBucket, check_negative_zero
 from zero1_helpers.partition import Flat
 from zero1_helpers.phases import phase
-from zero1_helpers.zero import instead, on_stream
+from zero1_helpers.stepping import as_groups, check_optimizer, instead
+from zero1_helpers.streams import join, on_stream, side_stream
 
 
 class SimpleDDPReduceScatter(SimpleDDPBucket):
@@ -63,7 +64,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
         self.step_in_backward, self.lazy_gather = step_in_backward, lazy_gather
         kwargs.setdefault("process_group", zero1_optimizer.process_group)
         super().__init__(model, zero1_optimizer.partition.bucket_cap_mb, **kwargs)
-        self._side_stream = torch.cuda.Stream() if any(p.is_cuda for p in self._names) else None
+        self._side_stream = side_stream(self._names)
         check_negative_zero(self.buckets, self.process_group)
         zero1_optimizer.wrapper = self
 
@@ -110,7 +111,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
 
     @torch.no_grad()
     def _finish(self, bucket: FlatBucket) -> None:
-        with on_stream(self._side_stream, keep=bucket.mine):
+        with on_stream(self._side_stream, use=[bucket.grads, bucket.mine]):
             with phase("wait", bucket.index):
                 self._num_finished += 1
                 bucket.receive_gradients(self.world_size)
@@ -124,8 +125,8 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
 
     def wait_for_gradients(self) -> None:
         super().wait_for_gradients()
-        if self._side_stream is not None and not self.step_in_backward:  # others read them: clipping
-            torch.cuda.current_stream().wait_stream(self._side_stream)
+        if not self.step_in_backward:  # others read them: clipping
+            join(self._side_stream)
 
     @torch.no_grad()
     def step_remaining(self) -> None:
@@ -146,8 +147,8 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
                     bucket.guard()
             else:
                 self.zero1_optimizer.receive()
-        if self._side_stream is not None and not self.lazy_gather:
-            torch.cuda.current_stream().wait_stream(self._side_stream)
+        if not self.lazy_gather:
+            join(self._side_stream)
 
     def remove(self) -> None:
         super().remove()
@@ -183,10 +184,8 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
                  process_group=None, **optimizer_kwargs):  # fmt: skip
         if bucket_cap_mb < 0 or first_bucket_mb < 0:
             raise ValueError(f"bucket_cap_mb is a size in MiB, 0 or more, not {bucket_cap_mb}")
-        check_elementwise(optimizer_cls, optimizer_kwargs)
-        optimizer_kwargs = fastest_kernels(optimizer_cls, optimizer_kwargs)
-        params = model.parameters() if isinstance(model, nn.Module) else model
-        self.optimizer = optimizer_cls(params, **optimizer_kwargs)
+        check_optimizer(optimizer_cls, groups := as_groups(model), optimizer_kwargs, "in pieces")
+        self.optimizer = optimizer_cls(groups, **fastest_kernels(optimizer_cls, optimizer_kwargs))
         master_dtype = torch.float32 if master_weights is True else master_weights or None
         self.partition = Flat(bucket_cap_mb, first_bucket_mb, master_dtype, reduce_dtype)
         self.process_group, self.wrapper = process_group, None
@@ -284,29 +283,6 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
             for p, piece in bucket.pieces.items():
                 if entries.get(p):
                     self.state[piece] = bucket.take_state(p, entries[p])
-
-
-@torch.no_grad()
-def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], kwargs: dict) -> None:
-    """Raise ValueError if a matrix, stepped whole, is not what its flat halves become, stepped apart."""
-    whole = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, -4.0]]))
-    halves = [nn.Parameter(half.clone()) for half in whole.detach().flatten().split(2)]
-    grad = torch.tensor([[0.1, -0.3], [0.5, 0.2]])
-    try:
-        for params, grads in (([whole], [grad]), (halves, grad.flatten().split(2))):
-            optimizer = optimizer_cls(params, **kwargs)
-            for _ in range(2):
-                for p, g in zip(params, grads, strict=True):
-                    p.grad = g.clone()
-                optimizer.step()
-        if torch.allclose(whole.flatten(), torch.cat(halves)):
-            return
-    except Exception as error:
-        raise ValueError(f"{optimizer_cls.__name__} cannot step pieces of parameters: {error}") from error
-    raise ValueError(
-        f"{optimizer_cls.__name__} does not work element by element, so pieces of a parameter cannot be "
-        "stepped apart; use ZeROOne, which shards whole parameters"
-    )
 
 
 def fastest_kernels(optimizer_cls: type[torch.optim.Optimizer], kwargs: dict) -> dict:

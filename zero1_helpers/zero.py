@@ -7,8 +7,7 @@ parameter updates it, and the others receive the result.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from zero1_helpers.ddp import Bucket, SimpleDDPBucket, broadcast, plan_buckets
 from zero1_helpers.partition import Partition, assign_owners, by_count
 from zero1_helpers.phases import announce, phase
+from zero1_helpers.stepping import as_groups, check_optimizer, only, remade_with
+from zero1_helpers.streams import join, keep, on_stream, side_stream
 
 is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
@@ -37,6 +38,8 @@ class ZeROOne(torch.optim.Optimizer):
     must be equal on all ranks by the time of `step()`; a DDP wrapper sees to that.
     """
 
+    shown = "this rank's"  # which parameters the optimizer sees in one call of its step()
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -51,6 +54,7 @@ class ZeROOne(torch.optim.Optimizer):
             dist.get_world_size(process_group),
         )
         self.param_to_owner_rank: dict[Tensor, int] = {}
+        check_optimizer(type(optimizer), optimizer.param_groups, remade_with(optimizer), self.shown)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self._assign_new_parameters()
@@ -156,6 +160,8 @@ class ShardedOptimizer(ZeROOne):
     their own. `step()` is the step after backward: nothing, when all have been stepped already.
     """
 
+    shown = "one by one"
+
     def __init__(
         self,
         optimizer_cls: type[torch.optim.Optimizer],
@@ -165,8 +171,7 @@ class ShardedOptimizer(ZeROOne):
         process_group=None,
         **optimizer_kwargs,
     ):
-        params = model.parameters() if isinstance(model, nn.Module) else model
-        optimizer = optimizer_cls(params, **optimizer_kwargs)
+        optimizer = optimizer_cls(as_groups(model), **optimizer_kwargs)
         super().__init__(optimizer, partition, process_group)
 
     def step_parameter(self, param: Tensor) -> dist.Work:
@@ -229,10 +234,8 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
         self.zero1_optimizer = zero1_optimizer
         self.lag = lag if step_in_backward else math.inf
         self._broadcasts: list[dist.Work] = []
-        self._side_stream = None
+        self._side_stream = side_stream(model.parameters())
         super().__init__(model, bucket_cap_mb, **kwargs)
-        if any(p.is_cuda for p in self._names):
-            self._side_stream = torch.cuda.Stream()
 
     def _plan(self, params: list[Tensor]) -> list[Bucket]:
         for p, name in self._names.items():
@@ -262,7 +265,7 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
             self._finish(self.buckets[bucket.index - self.lag])
 
     def _finish(self, bucket: Bucket) -> None:
-        with on_stream(self._side_stream, keep=bucket.flat):
+        with on_stream(self._side_stream, use=[bucket.flat]):
             super()._finish(bucket)
             self._broadcasts += self.zero1_optimizer.step_parameters(bucket.params, bucket.index)
 
@@ -270,8 +273,7 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
         with on_stream(self._side_stream), phase("receive"):
             while self._broadcasts:
                 self._broadcasts.pop(0).wait()
-        if self._side_stream is not None:
-            torch.cuda.current_stream().wait_stream(self._side_stream)
+        join(self._side_stream)
 
 
 def by_owner(params: Iterable[Tensor], owner_of: Mapping[Tensor, int]) -> dict[int, list[Tensor]]:
@@ -299,42 +301,7 @@ def as_flat(params: Sequence[Tensor]) -> Tensor:
         for p, offset in zip(params, offsets, strict=True):
             strides = torch.empty_like(p, device="meta").stride()  # dense, in p's order
             moved = flat.as_strided(p.shape, strides, offset).copy_(p.detach())
-            if p.is_cuda:  # not given away before it is copied
-                p.record_stream(torch.cuda.current_stream())
+            keep([p])  # its old memory is not given away before it is copied
             p.data = moved
         announce("params", params)
     return params[0].detach().as_strided((numel,), (1,))
-
-
-def only(optimizer: torch.optim.Optimizer, params: Collection[Tensor]):
-    """Show an optimizer these parameters and no others, each still in its own group."""
-    return instead(optimizer, {p: p for p in params})
-
-
-@contextmanager
-def instead(optimizer: torch.optim.Optimizer, pieces: Mapping[Tensor, Tensor]):
-    """Show an optimizer pieces[p] in place of each parameter p, in p's group, and nothing else."""
-    everything = [group["params"] for group in optimizer.param_groups]
-    for group, all_params in zip(optimizer.param_groups, everything, strict=True):
-        group["params"] = [pieces[p] for p in all_params if p in pieces]
-    try:
-        yield
-    finally:
-        for group, all_params in zip(optimizer.param_groups, everything, strict=True):
-            group["params"] = all_params
-
-
-@contextmanager
-def on_stream(stream: "torch.cuda.Stream | None", keep: Tensor | None = None):
-    """Queue what follows on `stream`, after all that the current stream has queued; on a CPU just run it.
-
-    `keep` was allocated for the current stream: its memory is not given away while `stream` uses it.
-    """
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream())
-    if keep is not None:
-        keep.record_stream(stream)
-    with torch.cuda.stream(stream):
-        yield
