@@ -40,11 +40,11 @@ def once_per_run(function):
     """Keep the answer with the run: two themes of a figure and the table ask for the same."""
 
     @functools.wraps(function)
-    def remembered(run):
-        frames = getattr(run, "frames", {})
-        if function.__name__ not in frames:
-            frames[function.__name__] = function(run)
-        return copy.deepcopy(frames[function.__name__])
+    def remembered(run, *args, **named):
+        frames, key = getattr(run, "frames", {}), (function.__name__, *args, *named.items())
+        if key not in frames:
+            frames[key] = function(run, *args, **named)
+        return copy.deepcopy(frames[key])
 
     return remembered
 
@@ -95,6 +95,7 @@ def step_seconds(run) -> float:
     return float(pd.Series(seconds[1:] or seconds).median())
 
 
+@once_per_run
 def exposed_comm(run) -> pd.DataFrame:
     """Per rank and per step, in us: comm_us, and the exposed_us of it that no compute hides."""
     from hta.utils.utils import get_kernel_type, merge_kernel_intervals
@@ -104,14 +105,13 @@ def exposed_comm(run) -> pd.DataFrame:
     rows = []
     for rank, events in sorted(trace.traces.items()):
         kernels = events[events["stream"].ge(0)].copy()
-        kinds = kernels["name"].map(lambda name: get_kernel_type(symbols[name]))
+        kinds = kernels["name"].map({name: get_kernel_type(symbols[name]) for name in kernels["name"].unique()})
 
         def busy(*wanted, kernels=kernels, kinds=kinds):
             merged = merge_kernel_intervals(kernels[kinds.isin(wanted)][["ts", "dur"]].copy())
             return float((merged["end"] - merged["ts"]).sum())
 
-        names = events["name"].map(lambda name: symbols[name])
-        steps = events[names.str.startswith("ProfilerStep#") & events["stream"].lt(0)]
+        steps = events[_are_steps(events, symbols) & events["stream"].lt(0)]
         ends = steps["ts"] + steps["dur"]
         count = sum(kernels["ts"].between(start, end, inclusive="left").any()
                     for start, end in zip(steps["ts"], ends, strict=True))  # fmt: skip
@@ -135,7 +135,7 @@ def _hta(run):
             self.t.load_traces(include_last_profiler_step=True, use_multiprocessing=False)
             names = self.t.symbol_table.get_sym_table()
             for rank, events in self.t.traces.items():
-                self.t.traces[rank] = _without_first_step(events, names)
+                self.t.traces[rank] = ByName(_without_first_step(events, names))
 
     frames = getattr(run, "frames", {})
     if "hta" not in frames:
@@ -148,9 +148,27 @@ def _hta(run):
     return frames["hta"]
 
 
+class ByName(pd.DataFrame):
+    """Events for HTA, which asks for the kind of every event by its name, row by row: here once a name."""
+
+    @property
+    def _constructor(self):
+        return ByName
+
+    def apply(self, function, axis=0, **options):
+        if axis == 1 and list(self.columns) == ["name"]:
+            return self["name"].map({name: function({"name": name}) for name in self["name"].unique()})
+        return super().apply(function, axis, **options)
+
+
+def _are_steps(events: pd.DataFrame, names) -> pd.Series:
+    """Which events mark a step of the profiler."""
+    marks = [code for code in events["name"].unique() if names[code].startswith("ProfilerStep#")]
+    return events["name"].isin(marks)
+
+
 def _without_first_step(events: pd.DataFrame, names) -> pd.DataFrame:
-    steps = events["name"].map(lambda name: names[name].startswith("ProfilerStep#"))
-    starts = sorted(set(events.loc[steps, "ts"]))  # CUDA traces have a step twice
+    starts = sorted(set(events.loc[_are_steps(events, names), "ts"]))  # CUDA traces have a step twice
     return events[events["ts"] >= starts[1]] if len(starts) > 1 else events
 
 
@@ -245,6 +263,7 @@ def spans(run, rank: int = 0) -> pd.DataFrame:
                          "end_ms": (marks["end_us"] - zero) / 1e3})  # fmt: skip
 
 
+@once_per_run
 def annotations(run, rank: int = 0) -> pd.DataFrame:
     """Steps and phases by start: name ("ProfilerStep#0", "launch 3", ...), start_us, end_us.
 
@@ -262,6 +281,7 @@ def annotations(run, rank: int = 0) -> pd.DataFrame:
     return frame.sort_values("start_us", ignore_index=True)
 
 
+@once_per_run
 def steps(run, rank: int = 0) -> pd.DataFrame:
     """The profiler's steps in which a kernel started (it may open one more at the end)."""
     marks = annotations(run, rank)
@@ -272,6 +292,7 @@ def steps(run, rank: int = 0) -> pd.DataFrame:
     return marks[busy].reset_index(drop=True)
 
 
+@once_per_run
 def schedule(run, rank: int = 0, step: int = 2) -> pd.DataFrame:
     """What was done for each bucket, and when, in one recorded step (0 is the first).
 
