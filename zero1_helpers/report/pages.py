@@ -17,7 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import quote
 
-from zero1_helpers.measure.runs import CATEGORIES, HOST_LANE, Run, RunError
+from zero1_helpers.measure.files import RunError
+from zero1_helpers.measure.lanes import HOST_LANE
+from zero1_helpers.measure.runs import Run
+from zero1_helpers.measure.schema import CATEGORIES
 from zero1_helpers.report import frames
 
 LARGEST = 4_000_000  # bytes of an exported page
