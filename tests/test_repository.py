@@ -2,13 +2,11 @@
 
 import ast
 import importlib.metadata
-import io
 import os
 import re
 import shlex
 import subprocess
 import sys
-import tokenize
 import tomllib
 from pathlib import Path
 
@@ -184,23 +182,10 @@ sys.exit(main(["figures"]) != 2)
 """
 
 
-def code_lines(path):
-    """How many lines hold code: not blank, not a comment, not part of a docstring."""
-    text = path.read_text(encoding="utf-8")
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-               tokenize.ENDMARKER}  # fmt: skip
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    code = {n for t in tokens if t.type not in skipped for n in range(t.start[0], t.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
-            code -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(code)
-
-
-def test_package_is_small():
-    sizes = {path.relative_to(PACKAGE): code_lines(path) for path in PACKAGE.rglob("*.py")}
-    assert max(sizes.values()) < 600, "one idea a module"
-    assert sum(sizes.values()) < 5200
+def test_a_module_is_read_without_scrolling_for_long():
+    """Functions are held to a complexity of 10 by ruff, modules to 300 lines here; their sum has no limit."""
+    lengths = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in PACKAGE.rglob("*.py")}
+    assert not {str(path.relative_to(PACKAGE)): n for path, n in lengths.items() if n > 300}
 
 
 def test_public_names():

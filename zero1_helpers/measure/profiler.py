@@ -261,7 +261,7 @@ def together(work) -> None:
         raise (CannotWrite if by_the_system else RunError)(f"rank {rank}: {said}")
 
 
-def read_trace(profiler: torch.profiler.profile, folder) -> dict:
+def read_trace(profiler: torch.profiler.profile, folder=".") -> dict:
     """The chrome trace of a stopped profiler, parsed. If it cannot be, its text is left in `folder`."""
     with tempfile.TemporaryDirectory() as scratch:
         path = os.path.join(scratch, "trace.json")
