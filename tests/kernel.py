@@ -28,7 +28,7 @@ class Kernel:
         self.client.wait_for_ready(timeout=60)
         self.pid = self.manager.provisioner.pid
         assert not self.run("%load_ext zero1_helpers").error
-        self.local("from zero1_helpers.ranks import magics as c\nc.LIVE = 0.2")
+        self.local("from zero1_helpers.ranks import channel, magics as c, start\nc.LIVE = 0.2")
 
     def run(self, code: str, meanwhile=None) -> Ran:
         """Run a cell. meanwhile(text so far) is called whenever the cell printed something."""
@@ -90,7 +90,7 @@ class Kernel:
 
     def workers(self) -> list[int]:
         """Pids of the ranks, by rank."""
-        code = "m = c._magics._process_manager\nprint([r.process.pid for r in m.ranks] if m else [])"
+        code = "m = c._magics._comm_manager\nprint([r.pid for r in m.ranks if not m.lost] if m else [])"
         return eval(self.local(code))
 
     def close(self):
@@ -101,7 +101,7 @@ class Kernel:
 def patience(kernel, grace: float, hold: float = 2) -> None:
     """How long busy ranks, and the cell, wait after a failure."""
     kernel.run(f"%config ClusterMagics.grace = {grace}")
-    kernel.local(f"c.HOLD = {hold}")
+    kernel.local(f"channel.HOLD = {hold}")
 
 
 def gone(pids: list[int], within: float = 20) -> bool:
