@@ -20,15 +20,18 @@ class Ran:
 class Kernel:
     """A Jupyter kernel with the extension loaded."""
 
-    def __init__(self):
+    def __init__(self, cwd=None, **environment: str):
         self.manager = KernelManager()
-        self.manager.start_kernel(env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
+        self.manager.start_kernel(env=environment, cwd=cwd)
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
         self.pid = self.manager.provisioner.pid
-        assert not self.run("%load_ext zero1_helpers").error
-        self.local("from zero1_helpers.ranks import magics as c\nc.LIVE = 0.2")
+        self.loaded = self.run("%load_ext zero1_helpers")
+        if self.loaded.error:
+            return
+        self.local("from zero1_helpers.ranks import channel, magics as c, start\nc.LIVE = 0.2")
 
     def run(self, code: str, meanwhile=None) -> Ran:
         """Run a cell. meanwhile(text so far) is called whenever the cell printed something."""
@@ -90,8 +93,16 @@ class Kernel:
 
     def workers(self) -> list[int]:
         """Pids of the ranks, by rank."""
-        code = "m = c._magics._process_manager\nprint([r.process.pid for r in m.ranks] if m else [])"
+        code = "m = c._magics._comm_manager\nprint([r.pid for r in m.ranks if not m.lost] if m else [])"
         return eval(self.local(code))
+
+    def press_stop_when_busy(self) -> None:
+        """Press the stop button as soon as something is asked of the ranks."""
+        self.local("""import os, signal, threading, time
+def press():
+    while not c._magics._comm_manager.busy.locked(): time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press, daemon=True).start()""")
 
     def close(self):
         self.client.stop_channels()
@@ -101,7 +112,7 @@ class Kernel:
 def patience(kernel, grace: float, hold: float = 2) -> None:
     """How long busy ranks, and the cell, wait after a failure."""
     kernel.run(f"%config ClusterMagics.grace = {grace}")
-    kernel.local(f"c.HOLD = {hold}")
+    kernel.local(f"channel.HOLD = {hold}")
 
 
 def gone(pids: list[int], within: float = 20) -> bool:

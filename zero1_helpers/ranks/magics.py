@@ -286,11 +286,12 @@ def pull(expression: str, ranks: list[int] | None = None) -> list:
     job = channel.request(ranks, "get_var", expression=expression)
     check(job, channel)
     try:
-        return [pickle.loads(job.answers[rank]["payload"]) for rank in ranks]
+        values = {rank: pickle.loads(job.answers[rank].pop("payload")) for rank in set(ranks)}
+        return [values[rank] for rank in ranks]
     except Exception as error:  # unpickling runs the code of the value's class
         raise ClusterError(
-            f"pull({expression!r}): the value cannot be read in the kernel, for "
-            f"example because its class is not there: {error}"
+            f"pull({expression!r}): the value cannot be read, because its class is not in the kernel "
+            f"or fails there: {type(error).__name__}: {error}"
         ) from None
 
 

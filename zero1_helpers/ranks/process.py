@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import psutil
 
 from zero1_helpers.ranks.messages import pack
 
-END = 3.0  # seconds in which the parent has to end all that the ranks started
+END = 1.0  # seconds in which the parent has to end all that the ranks started; then we do
 
 
 class Processes:
@@ -113,6 +114,13 @@ class Processes:
         for folder in Path(tempfile.gettempdir()).glob(f"zero1-{self.process.pid}-*"):
             shutil.rmtree(folder, ignore_errors=True)
 
+    def how_it_ended(self) -> str:
+        """How the parent ended, when it has closed its side of `control`."""
+        try:
+            return f"its parent process ended: {describe_exit(self.process.wait(END))}"
+        except subprocess.TimeoutExpired:
+            return "its parent process closed its connection to the kernel"
+
     def close(self) -> None:
         """Close our ends."""
         for end in (*self.sockets, self.control):
@@ -144,3 +152,17 @@ def is_zombie(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
         return True
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, from its exit code, or minus the number of the signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    hint = (
+        ", which the notebook layer did not send; often it means out of memory"
+        if code == -9
+        else ""
+    )
+    with contextlib.suppress(ValueError):  # not every number has a name
+        return f"signal {signal.Signals(-code).name}{hint}"
+    return f"signal {-code}"

@@ -130,8 +130,9 @@ class Worker:
         kind, answer, result = message["kind"], {}, b""
         self.cells.displays, self.warnings = [], {}
         self.request = f"cell {message['cell']}" if kind == "execute" else kind
-        self.began, self.number, self.interruptible = time.monotonic(), message["number"], True
+        self.began, self.number = time.monotonic(), message["number"]
         try:
+            self.interruptible = True
             result = getattr(self, f"_{kind}")(message, payload) or b""
             self.cells.show_figures()
             self.cells.mend_streams()

@@ -26,7 +26,7 @@ import psutil
 from zero1_helpers.ranks.messages import Reader, pack
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-END = 3.0  # seconds for which processes that do not end are killed again
+END = 3.0  # seconds for which what does not end is killed again and again
 
 
 def prctl(option: int, value: int) -> None:
@@ -69,8 +69,9 @@ class Parent:
                     self.awake.recv(4096)
                 self._report_ended()
         finally:
-            end_descendants()
             shutil.rmtree(self.folder, ignore_errors=True)
+            end_descendants()
+            shutil.rmtree(self.folder, ignore_errors=True)  # what they made in the meantime
 
     def _fork(self, number: int) -> int:
         """Start a rank. Returns its pid."""
