@@ -96,8 +96,9 @@ class SimpleDDP(nn.Module):
             for p, used_somewhere in zip(params, used, strict=True):
                 if used_somewhere:
                     flat = dense(torch.zeros_like(p) if p.grad is None else p.grad, self._names[p])
+                    flat.div_(self.world_size)  # first: the sum may be too large for fp16
                     dist.all_reduce(flat, group=self.process_group)
-                    p.grad = flat.div_(self.world_size).view(p.shape)
+                    p.grad = flat.view(p.shape)
 
     def remove(self) -> None:
         """Leave the model as it was: no hook of this wrapper is left on it."""
