@@ -116,7 +116,8 @@ def large_in_fp16(rank, world_size):
             variant = Variant(name, model, torch.optim.SGD, lr=1.0)
             variant.model(torch.tensor(grad, dtype=torch.float16)).backward()
             variant.finish()
-            found[name, grad] = max(float((p.detach() + grad).abs().max() / abs(grad)) for p in model.parameters())
+            off = [float((p.detach() / grad + 1).abs().max()) for p in model.parameters()]
+            found[name, grad] = max(off)
     return found
 
 
@@ -630,7 +631,7 @@ def refused(rank, world_size):
         SimpleDDPReduceScatter(model, mine, lag=-1)
     with pytest.raises(ValueError, match="layers.0.weight is not in the optimizer"):
         SimpleDDPReduceScatter(make(MLP), mine)
-    with pytest.raises(ValueError, match="a parameter that is not in the model"):
+    with pytest.raises(ValueError, match="is not in the model"):
         larger = FlatShardedOptimizer(torch.optim.SGD, nn.ModuleList([model, MLP()]), lr=0.1)
         SimpleDDPReduceScatter(model, larger)
     with pytest.raises(ValueError, match="bucket_cap_mb"):

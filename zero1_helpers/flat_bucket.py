@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zero1_helpers.collectives import all_gather, reduce_scatter
-from zero1_helpers.ddp import dense
+from zero1_helpers.bucket import TakenGradient, dense
+from zero1_helpers.collectives import all_gather, reduce_scatter, wait
 from zero1_helpers.memory_math import is_counter
 from zero1_helpers.partition import Flat, pieces_of, slice_width
 from zero1_helpers.phases import announce
@@ -94,6 +94,7 @@ class FlatGradients:
         self._heads: Tensor | None = None  # of all pieces of all parameters, as an index
         self.reduced_in = partition.reduced_in(params[0].dtype)
         self.stepped_in = partition.stepped_in(params[0].dtype)
+        self.taken: dict[Tensor, TakenGradient] = {}
         self.ready: set[Tensor] = set()  # gradients that backward has delivered
         self.missing: set[Tensor] = set()  # parameters that got no gradient: here, then anywhere
         self.grads: Tensor | None = None
@@ -106,7 +107,9 @@ class FlatGradients:
 
     def collect(self, p: Tensor, name: str) -> None:
         """Take over p.grad. A bucket of one parameter is its gradient, if layout and dtype are the same."""
-        grad, p.grad = p.grad.detach(), None
+        if p not in self.taken:
+            self.taken[p] = TakenGradient(p, name)
+        grad, p.grad = p.grad.detach(), self.taken[p]
         if grad.layout != torch.strided:
             dense(grad, name)  # raises
         alone = grad.shape.numel() == self.layout.shape[0] and grad.stride() == self.layout.views[p][1]
@@ -153,7 +156,7 @@ class FlatGradients:
         self.grads[heads] = self.grads[heads] + 0.0
 
     def receive_gradients(self, world_size: int) -> None:
-        self.work.wait()
+        wait(self.work)
         self.grads = self.work = None
         cuts = self.layout.cuts
         self.missing = {
@@ -269,7 +272,7 @@ class FlatBucket(FlatPieces):
 
     def receive_parameters(self) -> None:
         if self.gather is not None:
-            self.gather.wait()
+            wait(self.gather)
             self.gather = None
             for p in self.params:
                 if type(p) is Arriving:
