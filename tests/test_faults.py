@@ -96,6 +96,37 @@ def test_without_a_process_group_there_is_one_clear_line():
         SimpleDDP(MLP())
 
 
+class Halves(nn.Module):
+    """Its gradients are what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.params = nn.ParameterList([torch.zeros(n, dtype=torch.float16) for n in (3, 5, 1)])
+
+    def forward(self, grad):
+        return sum((p * grad).sum() for p in self.params)
+
+
+def large_in_fp16(rank, world_size):
+    """Means that fp16 holds and sums that it does not; and small numbers, which are not lost."""
+    found = {}
+    for name in VARIANTS:
+        for grad in (40_000.0, -60_000.0, 2.0**-12):
+            model = Halves()
+            variant = Variant(name, model, torch.optim.SGD, lr=1.0)
+            variant.model(torch.tensor(grad, dtype=torch.float16)).backward()
+            variant.finish()
+            off = [float((p.detach() / grad + 1).abs().max()) for p in model.parameters()]
+            found[name, grad] = max(off)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_are_divided_before_they_are_added(ranks, world_size):
+    for found in ranks(large_in_fp16, world_size):
+        assert max(found.values()) <= 2e-3, found
+
+
 def batch_norm(rank, world_size):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
@@ -600,7 +631,7 @@ def refused(rank, world_size):
         SimpleDDPReduceScatter(model, mine, lag=-1)
     with pytest.raises(ValueError, match="layers.0.weight is not in the optimizer"):
         SimpleDDPReduceScatter(make(MLP), mine)
-    with pytest.raises(ValueError, match="a parameter that is not in the model"):
+    with pytest.raises(ValueError, match="is not in the model"):
         larger = FlatShardedOptimizer(torch.optim.SGD, nn.ModuleList([model, MLP()]), lr=0.1)
         SimpleDDPReduceScatter(model, larger)
     with pytest.raises(ValueError, match="bucket_cap_mb"):

@@ -227,13 +227,18 @@ def test_zero_gradients_are_told_from_none(ranks):
 
 
 def sums_from_zero(rank, world_size):
+    """A backend that begins its sums with +0.0: always, for large tensors, and on one rank only."""
     model = make(MLP)
-    optimizer = FlatShardedOptimizer(torch.optim.SGD, model, lr=0.1)
-    real = flat_bucket.reduce_scatter
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat_bucket, "reduce_scatter", lambda out, whole, **k: real(out, whole + 0.0, **k))
-        with pytest.raises(RuntimeError, match="the sum of -0.0"):
-            SimpleDDPReduceScatter(model, optimizer)
+    optimizer = FlatShardedOptimizer(torch.optim.SGD, model, CAP, lr=0.1)
+    real, sizes = flat_bucket.reduce_scatter, [b.weights.numel() for b in optimizer.buckets]
+    assert min(sizes) < max(sizes)
+    for loses in (lambda n: True, lambda n: n == max(sizes), lambda n: rank == 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flat_bucket, "reduce_scatter", lambda out, whole, loses=loses, **k: real(
+                out, whole, **k) or (loses(whole.numel()) and out.add_(0.0)))  # fmt: skip
+            with pytest.raises(RuntimeError, match="-0.0"):
+                SimpleDDPReduceScatter(model, optimizer)
+    SimpleDDPReduceScatter(model, optimizer)
 
 
 def test_a_backend_that_loses_the_sign_of_zero_is_refused(ranks):

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero1_helpers.checks import checksum
 from zero1_helpers.flat import FlatShardedOptimizer
 from zero1_helpers.stepping import instead
 from zero1_helpers.zero import ZeROOne
-
-CHUNK = 2**20  # elements that a checksum is made of at a time
-
 
 # Gradients
 
@@ -122,14 +120,3 @@ def check_in_sync(model: nn.Module, process_group=None) -> None:
             f"ranks differ in {sum(differs)} of {len(tensors)} tensors, the first of them "
             f"{tensors[differs.index(True)][0]}"
         )
-
-
-def checksum(t: Tensor) -> Tensor:
-    """A number of 62 bits for a tensor's bits: the sum of its bytes, each times a factor of its place."""
-    sums = torch.zeros((), dtype=torch.int64, device=t.device)
-    flat = t.detach().reshape(-1)
-    for a in range(0, flat.numel(), CHUNK):
-        data = flat[a : a + CHUNK].contiguous().view(torch.uint8).long() + 1
-        places = torch.arange(a, a + data.numel(), device=t.device)
-        sums = (sums * 1_000_003 + (data * ((places * 2_654_435_761) % 2_147_483_647)).sum()) % 2**61
-    return sums

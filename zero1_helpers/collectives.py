@@ -4,6 +4,7 @@ Gloo makes a reduce-scatter out of an all-reduce: it sends everything twice and 
 over gloo, every rank is sent the parts of its slice and no others, by an all-to-all, and adds them up.
 """
 
+from contextlib import contextmanager
 from functools import reduce
 
 import torch
@@ -15,6 +16,24 @@ from zero1_helpers.phases import announce
 # torch 2.13 gave them new names and warns about the old ones, which alone exist before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextmanager
+def all_take_part():
+    """Around what waits for other ranks: says what it means that they do not come, or come no more."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "this rank waited for the others in a collective, and not all of them took part "
+            f"({str(error).splitlines()[0]}). Either a rank has failed, or ranks have different numbers of "
+            "batches: give all the same (DistributedSampler with drop_last=True)"
+        ) from error
+
+
+def wait(work: dist.Work) -> None:
+    with all_take_part():
+        work.wait()
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group=None, async_op=False):

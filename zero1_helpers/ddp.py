@@ -6,20 +6,26 @@ one rule: every rank issues the same collectives in the same order, whatever ord
 arrive in, so no rank ever waits for a collective that another will not join.
 """
 
-import hashlib
-import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero1_helpers.partition import in_buckets
+from zero1_helpers.bucket import Bucket, dense, plan_buckets
+from zero1_helpers.checks import (
+    broadcast_from_rank0,
+    check_plain,
+    check_same_structure,
+    check_same_values,
+    saved_buffers,
+    unwatch,
+    watch,
+    watchers_of,
+)
+from zero1_helpers.collectives import all_take_part
 from zero1_helpers.phases import announce, phase
-
-_wrapper_of = weakref.WeakKeyDictionary()  # model -> weak reference to the wrapper around it
 
 
 class SimpleDDP(nn.Module):
@@ -31,12 +37,14 @@ class SimpleDDP(nn.Module):
         sync_gradients       all-reduce each gradient, one after another, and divide by world_size
         optimizer.step()     the same on every rank, so the ranks stay equal
 
-    The model is at `.module`. Ranks must start equal: a difference raises ValueError on every rank and
-    names the tensor, unless `broadcast_parameters=True` has rank 0's values (buffers too) sent to all.
-    With `broadcast_buffers` the saved buffers (BatchNorm's statistics) are rank 0's in each training
-    forward. Wrapping a model again takes the place of the earlier wrapper. After torch's
-    DistributedDataParallel (Li et al., VLDB 2020).
+    The model is at `.module`, and what the wrapper has not is looked up there (`wrapper.config`). Ranks must
+    start equal: a difference raises ValueError on every rank and names the tensor, unless
+    `broadcast_parameters=True` has rank 0's values (buffers too) sent to all. With `broadcast_buffers` the
+    saved buffers (BatchNorm's statistics) are rank 0's in each training forward. Wrapping a model again
+    takes the place of the earlier wrapper. After torch's DistributedDataParallel (Li et al., VLDB 2020).
     """
+
+    has_hooks = False  # do its hooks take gradients away?
 
     def __init__(
         self,
@@ -51,10 +59,11 @@ class SimpleDDP(nn.Module):
             raise RuntimeError(
                 "no process group: run %dist_init, or torch.distributed.init_process_group"
             )
-        if earlier := _wrapper_of.get(model):
-            if earlier() is not None:
-                earlier().remove()
-        _wrapper_of[model] = weakref.ref(self)
+        for name, part in model.named_modules():
+            if isinstance(part, SimpleDDP | nn.parallel.DistributedDataParallel):
+                which = f"{name} of the model" if name else "the model"
+                raise ValueError(f"{which} is a {type(part).__name__} already; wrap its .module")
+        check_plain([*model.named_parameters(), *model.named_buffers()])
         self.module = model
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
@@ -62,11 +71,25 @@ class SimpleDDP(nn.Module):
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._buffer_names = list(saved_buffers(model))
         self._synchronise = True
+        self._unsynced: set[Tensor] = set()  # parameters with gradients of this rank alone
         check_same_structure(model, process_group)
         if broadcast_parameters:
-            broadcast_from_rank0([*model.parameters(), *saved_buffers(model).values()], process_group)
+            broadcast_from_rank0([*model.parameters(), *model.buffers()], process_group)
         else:
             check_same_values(model, process_group)
+        watch(self, self._names)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names]
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def _on_gradient(self, param: Tensor) -> None:
+        self._unsynced.add(param)
 
     def forward(self, *args, **kwargs):
         if self.training and self.broadcast_buffers and self._synchronise:
@@ -90,19 +113,32 @@ class SimpleDDP(nn.Module):
             used_here = [p.grad is not None for p in params]
             used = torch.tensor(used_here, dtype=torch.int32, device=params[0].device)
             announce("buckets", [used])
-            dist.all_reduce(used, group=self.process_group)  # on how many ranks, for each parameter
+            with all_take_part():
+                dist.all_reduce(used, group=self.process_group)  # on how many ranks, for each parameter
             # What is used here is used somewhere: no need to read the answer back from the device.
             used = used_here if all(used_here) else used.tolist()
             for p, used_somewhere in zip(params, used, strict=True):
                 if used_somewhere:
                     flat = dense(torch.zeros_like(p) if p.grad is None else p.grad, self._names[p])
-                    dist.all_reduce(flat, group=self.process_group)
-                    p.grad = flat.div_(self.world_size).view(p.shape)
+                    flat.div_(self.world_size)  # first: the sum may be too large for fp16
+                    with all_take_part():
+                        dist.all_reduce(flat, group=self.process_group)
+                    p.grad = flat.view(p.shape)
+                for wrapper in watchers_of(p):  # another model may share it
+                    wrapper._unsynced.discard(p)
+
+    def unfinished(self) -> str | None:
+        """Why an optimizer must not step now, if it must not."""
+        for p in self._unsynced:
+            if p.grad is not None:
+                return f"the gradient of {self._names[p]} is not averaged yet; call sync_gradients() first"
+        return None
 
     def remove(self) -> None:
         """Leave the model as it was: no hook of this wrapper is left on it."""
-        if (wrapper := _wrapper_of.get(self.module)) and wrapper() is self:
-            del _wrapper_of[self.module]
+        unwatch(self)
+        for hook in self._hooks:
+            hook.remove()
 
     def _check_trainable(self) -> None:
         for name, p in self.module.named_parameters():
@@ -124,22 +160,26 @@ class SimpleDDPAsync(SimpleDDP):
     the order of a plan; one that is ready early waits for its turn. The first step's plan has the last
     registered parameter first, about the order of backward; after it all plan anew by the order in which
     rank 0's gradients arrived, and keep to that (torch's DDP rebuilds its buckets so). While a bucket is
-    on its way its gradients live only there. With `no_sync()` around the first micro-batches, the last
-    one reduces the sum.
+    on its way its gradients live only there, and reading `p.grad` raises. With `no_sync()` around the first
+    micro-batches, the last one reduces the sum.
+
+    If backward raises half-way, the step is torn: some gradients are on their way, and others never came.
+    Every method then raises, until `abandon_step()` is called on all ranks, or a checkpoint is loaded.
     """
 
+    has_hooks = True
     bucket_cap_mb = 0  # a bucket is full with its first parameter
 
     def __init__(self, model: nn.Module, **kwargs):
         super().__init__(model, **kwargs)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names]
+        self._in_backward = False  # it began, and has not come to its end
         self._arrived: list[Tensor] | None = []  # in the first step; then None
         self._use(self._plan(list(self._names)))
 
-    def _plan(self, params: list[Tensor]) -> list["Bucket"]:
+    def _plan(self, params: list[Tensor]) -> list[Bucket]:
         return plan_buckets(params, self.bucket_cap_mb * 1024 * 1024)
 
-    def _use(self, buckets: Sequence["Bucket"]) -> None:
+    def _use(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         self._begin_step()
@@ -162,43 +202,79 @@ class SimpleDDPAsync(SimpleDDP):
             bucket.ready.clear()
 
     def forward(self, *args, **kwargs):
+        self._check_not_open()
         if torch.is_grad_enabled():
-            if any(bucket.ready for bucket in self.buckets):
-                raise RuntimeError(
-                    "forward before the gradients of the last backward were finished; "
-                    "call wait_for_gradients() first"
-                )
             self._open = True
         return super().forward(*args, **kwargs)
 
+    def _check_not_open(self) -> None:
+        self._check_not_torn()
+        if torch.is_grad_enabled() and any(bucket.ready for bucket in self.buckets):
+            raise RuntimeError(
+                "forward before the gradients of the last backward were finished; call wait_for_gradients() "
+                "first, if that backward was this model's own. If another model's loss went through this one "
+                "(a generator's through the discriminator), run that backward under this wrapper's no_sync() "
+                "and drop its gradients by zero_grad()"
+            )
+
+    def _check_not_torn(self) -> None:
+        if why := self.torn():
+            raise RuntimeError(why)
+
+    def torn(self) -> str | None:
+        """What is wrong, if the last backward did not come to its end."""
+        if not self._in_backward:
+            return None
+        return (
+            "the last backward did not come to its end, so this step is torn: some gradients are on their "
+            "way or stepped, others never came. Load a checkpoint, or call abandon_step() on every rank"
+        )
+
+    def abandon_step(self) -> None:
+        """End a step whose backward raised; call it on every rank. What has arrived is dropped.
+
+        All collectives of the step are completed, so ranks agree again. A class that steps in backward has
+        stepped some parameters already; it completes the step, with zeros for what never came: ranks are
+        equal again, but the step is not that of any batch. A checkpoint is the clean way back.
+        """
+        self._in_backward, self._open = False, True
+        self.wait_for_gradients()
+        for p in self._names:
+            p.grad = None
+
     def _on_gradient(self, param: Tensor) -> None:
         if not self._synchronise:
-            return
+            return super()._on_gradient(param)
         bucket = self._bucket_of[param]
         if param in bucket.ready:
             raise RuntimeError(
                 f"a second gradient for {self._names[param]} before wait_for_gradients(); "
                 "put all but the last backward under no_sync()"
             )
-        if not self._open:  # setting an attribute of a Module costs more than a look
-            self._open = True
+        if not self._in_backward:  # setting an attribute of a Module costs more than a look
+            self._in_backward = self._open = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         bucket.ready.add(param)
         if self._arrived is not None:
             self._arrived.append(param)
         while self._num_launched < len(self.buckets) and self.buckets[self._num_launched].is_full:
             self._launch(self.buckets[self._num_launched])
 
+    def _end_backward(self) -> None:
+        """Called by autograd at the end of a backward that raised nothing."""
+        self._in_backward = False
+
     @torch.no_grad()
-    def _launch(self, bucket: "Bucket") -> None:
+    def _launch(self, bucket: Bucket) -> None:
         with phase("launch", bucket.index):
             self._num_launched += 1
             bucket.pack(self._names, self.world_size)
+            self._unsynced.difference_update(bucket.params)
             bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
 
-    def _finish(self, bucket: "Bucket") -> None:
+    def _finish(self, bucket: Bucket) -> None:
         with phase("wait", bucket.index):
             self._num_finished += 1
-            bucket.work.wait()
             bucket.unpack()
 
     def _launch_remaining(self) -> None:
@@ -208,6 +284,7 @@ class SimpleDDPAsync(SimpleDDP):
 
     def wait_for_gradients(self) -> None:
         """Afterwards every `p.grad` is the mean over the ranks, or None where no rank had any."""
+        self._check_not_torn()
         if self._open:
             self._check_trainable()
         self._launch_remaining()
@@ -218,6 +295,11 @@ class SimpleDDPAsync(SimpleDDP):
         if first:
             self._plan_by_arrival()
 
+    def unfinished(self) -> str | None:
+        if self.torn() or not any(bucket.ready for bucket in self.buckets):
+            return self.torn() or super().unfinished()
+        return "gradients are on their way; call wait_for_gradients() first"
+
     @contextmanager
     def no_sync(self):
         """Only accumulate in here: for every micro-batch of a step but the last."""
@@ -226,11 +308,6 @@ class SimpleDDPAsync(SimpleDDP):
             yield
         finally:
             self._synchronise = True
-
-    def remove(self) -> None:
-        super().remove()
-        for hook in self._hooks:
-            hook.remove()
 
 
 class SimpleDDPBucket(SimpleDDPAsync):
@@ -251,125 +328,3 @@ class SimpleDDPBucket(SimpleDDPAsync):
 
     def flush_bucket(self) -> None:
         self._launch_remaining()
-
-
-@dataclass(eq=False)
-class Bucket:
-    """Gradients that travel together, in one flat tensor of shape (sum of numel + len(params),).
-
-    They are divided by world_size on their way in, so that their sum is the mean, and is as small (torch's
-    DDP does the same). The last elements are flags: 1 for each parameter that got a gradient here, 0 for
-    zeros sent in its place. So after the all-reduce a flag says on how many ranks.
-    """
-
-    index: int
-    params: list[Tensor]
-    ready: set[Tensor] = field(default_factory=set)  # gradients that backward has delivered
-    flat: Tensor | None = None
-    work: dist.Work | None = None
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.ready) == len(self.params)
-
-    def pack(self, names: dict[Tensor, str], world_size: int) -> None:
-        """Move the gradients into `flat`, divided by `world_size`; afterwards they live nowhere else."""
-        self.ready.update(self.params)
-        announce("grads", [p.grad for p in self.params if p.grad is not None])
-        self.used_here = [p.grad is not None for p in self.params]
-        self.flat = self.params[0].new_empty(sum(p.numel() for p in self.params) + len(self.params))
-        announce("buckets", [self.flat])
-        *rows, flags = self._split()
-        flags.fill_(1)
-        for i, (p, row) in enumerate(zip(self.params, rows, strict=True)):
-            if p.grad is None:
-                row.zero_()
-                flags[i] = 0
-            else:
-                torch.div(dense(p.grad, names[p]), world_size, out=row)
-                p.grad = None
-
-    def unpack(self) -> None:
-        """Hand each gradient back as a view of `flat`."""
-        *rows, flags = self._split()
-        # What is used here is used somewhere: no need to read the flags back from the device.
-        used = self.used_here if all(self.used_here) else flags.tolist()
-        for p, row, used_somewhere in zip(self.params, rows, used, strict=True):
-            p.grad = row.view(p.shape) if used_somewhere else None
-        self.flat = self.work = None
-
-    def _split(self) -> Sequence[Tensor]:
-        return self.flat.split_with_sizes([*(p.numel() for p in self.params), len(self.params)])
-
-
-def plan_buckets(params: Sequence[Tensor], cap_bytes: float) -> list[Bucket]:
-    """The buckets of `partition.in_buckets`, about `cap_bytes` each, the last of `params` first."""
-    return [
-        Bucket(i, [params[j] for j in group])
-        for i, group in enumerate(in_buckets(params, cap_bytes))
-    ]
-
-
-def dense(grad: Tensor, name: str) -> Tensor:
-    """A gradient as one row: a view where its layout allows, a copy where not (channels-last)."""
-    if grad.layout != torch.strided:
-        raise TypeError(
-            f"the gradient of {name} is sparse; use a dense layer (Embedding(sparse=False))"
-        )
-    return grad.reshape(-1)
-
-
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a checkpoint holds, by name; the others (rotary frequencies) are constants."""
-    names = model.state_dict(keep_vars=True)
-    return {name: b for name, b in model.named_buffers() if name in names}
-
-
-@torch.no_grad()
-def broadcast_from_rank0(tensors: Sequence[Tensor], process_group=None) -> None:
-    for t in tensors:
-        broadcast(t, 0, process_group)
-
-
-def broadcast(t: Tensor, owner: int, process_group=None) -> None:
-    """In place, whatever the layout: collectives take only contiguous tensors."""
-    flat = t.detach().reshape(-1)
-    dist.broadcast(flat, group=process_group, group_src=owner)
-    if flat.data_ptr() != t.data_ptr():
-        t.copy_(flat.view(t.shape))
-
-
-def check_same_structure(model: nn.Module, process_group=None) -> None:
-    """Raise ValueError on every rank unless names, shapes, strides, dtypes and frozen parts are equal."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    text = repr([(n, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for n, t in tensors])
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    device = tensors[0][1].device if tensors else "cpu"
-    highest = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=process_group)
-    if highest[0] != -highest[1]:
-        raise ValueError(
-            "the model is not the same on all ranks: names, shapes, strides, dtypes or frozen parameters "
-            "differ"
-        )
-
-
-@torch.no_grad()
-def check_same_values(model: nn.Module, process_group=None) -> None:
-    """Raise ValueError on every rank unless all hold rank 0's bits; names the first that differs."""
-    tensors = [*model.named_parameters(), *saved_buffers(model).items()]
-    if not tensors:
-        return
-    differs = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0][1].device)
-    for i, (_, t) in enumerate(tensors):
-        mine = t.detach().reshape(-1)
-        rank0 = mine.clone()
-        dist.broadcast(rank0, group=process_group, group_src=0)
-        differs[i] = int(not torch.equal(mine.view(torch.uint8), rank0.view(torch.uint8)))
-    dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=process_group)
-    if differs.any():
-        name = tensors[int(differs.nonzero()[0])][0]
-        raise ValueError(
-            f"Model parameters are not synced across ranks: {name} differs. Use set_seed before "
-            "the model is made, or pass broadcast_parameters=True"
-        )

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero1_helpers.bucket import drop_taken
+from zero1_helpers.checks import check_covered, check_parameters, members, trainable
 from zero1_helpers.ddp import SimpleDDPBucket
 from zero1_helpers.flat_bucket import MASTER, FlatBucket, check_negative_zero
 from zero1_helpers.partition import Flat
@@ -62,21 +64,19 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
             raise ValueError(f"lag is a number of buckets, 0 or more, not {lag}")
         self.zero1_optimizer, self.lag = zero1_optimizer, lag
         self.step_in_backward, self.lazy_gather = step_in_backward, lazy_gather
-        kwargs.setdefault("process_group", zero1_optimizer.process_group)
+        held = set(zero1_optimizer.planned)
+        group = kwargs.setdefault("process_group", zero1_optimizer.process_group)
+        if members(group) != members(zero1_optimizer.process_group):
+            raise ValueError("the wrapper and its optimizer are given different process groups")
+        check_covered(trainable(model), zero1_optimizer.planned)
+        if frozen := [n for n, p in model.named_parameters() if p in held and not p.requires_grad]:
+            raise ValueError(f"parameter {frozen[0]} is in a bucket and frozen; make the optimizer again")
+        check_negative_zero(zero1_optimizer.buckets, group)
         super().__init__(model, zero1_optimizer.partition.bucket_cap_mb, **kwargs)
         self._side_stream = side_stream(self._names)
-        check_negative_zero(self.buckets, self.process_group)
         zero1_optimizer.wrapper = self
 
     def _plan(self, params: list[Tensor]) -> list[FlatBucket]:
-        held = {p for bucket in self.zero1_optimizer.buckets for p in bucket.params}
-        for p, name in self._names.items():
-            if p not in held:
-                raise ValueError(
-                    f"parameter {name} is not in the optimizer; make it from the same model"
-                )
-        if held - set(self._names):
-            raise ValueError("the optimizer has a parameter that is not in the model, or is frozen")
         place = {p: i for i, p in enumerate(reversed(params))}  # weights stay where they lie
         buckets = sorted(self.zero1_optimizer.buckets, key=lambda b: max(place[p] for p in b.params))
         for index, bucket in enumerate(buckets):
@@ -84,6 +84,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
         return buckets
 
     def forward(self, *args, **kwargs):
+        self._check_not_open()
         if any(
             b.mine is not None or b.is_ahead or (b.gather and not self.lazy_gather) for b in self.buckets
         ):
@@ -106,6 +107,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
         with phase("launch", bucket.index):
             self._num_launched += 1
             bucket.send_gradients(self._names, self.process_group)
+            self._unsynced.difference_update(bucket.params)
         if bucket.index >= self.lag:
             self._finish(self.buckets[bucket.index - self.lag])
 
@@ -124,6 +126,9 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
             self.zero1_optimizer.gather_bucket(bucket)
 
     def wait_for_gradients(self) -> None:
+        if self._open:
+            self._check_trainable()
+            check_covered(self._names, self.zero1_optimizer.planned)
         super().wait_for_gradients()
         if not self.step_in_backward:  # others read them: clipping
             join(self._side_stream)
@@ -139,6 +144,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
     @torch.no_grad()
     def wait_for_broadcasts(self) -> None:
         """Afterwards the parameters are equal on all ranks, or guarded until they are."""
+        self._check_not_torn()
         with on_stream(self._side_stream), phase("receive"):
             if self.lazy_gather:
                 for bucket in reversed(self.buckets):
@@ -149,6 +155,14 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
                 self.zero1_optimizer.receive()
         if not self.lazy_gather:
             join(self._side_stream)
+        drop_taken(self._names)
+
+    def abandon_step(self) -> None:
+        super().abandon_step()
+        if self.step_in_backward:
+            self.step_remaining()
+        self.zero1_optimizer.zero_grad()
+        self.wait_for_broadcasts()
 
     def remove(self) -> None:
         super().remove()
@@ -199,12 +213,21 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
     def params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    @property
+    def planned(self) -> list[Tensor]:
+        """Parameters that have a place in a bucket."""
+        return [p for bucket in self.buckets for p in bucket.params]
+
     @torch.no_grad()
     def _plan_new_parameters(self) -> None:
-        planned = {p for bucket in self.buckets for p in bucket.params}
+        planned = set(self.planned)
         new = [p for p in self.params if p.requires_grad and p not in planned]
-        if len(devices := {str(p.device) for p in self.params}) > 1:
-            raise ValueError(f"parameters are on several devices: {', '.join(sorted(devices))}")
+        check_parameters(self.params)
+        if any(p.is_complex() for p in new):
+            raise ValueError(
+                f"parameter {next(i for i, p in enumerate(self.params) if p.is_complex())} of the optimizer "
+                "is complex, and a flat bucket sends real numbers; use ZeROOne or ShardedOptimizer"
+            )
         for group in self.partition.buckets(new):
             params, index = [new[i] for i in group], len(self.buckets)
             self.buckets.append(FlatBucket(params, index, self.rank, self.world_size, self.partition))
@@ -248,6 +271,7 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drop what has been reduced and not been stepped."""
+        drop_taken(self.params)
         super().zero_grad(set_to_none)
         for bucket in self.buckets:
             if bucket.work is None:

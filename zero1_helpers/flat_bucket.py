@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zero1_helpers.collectives import all_gather, reduce_scatter
-from zero1_helpers.ddp import dense
+from zero1_helpers.bucket import TakenGradient, dense
+from zero1_helpers.collectives import all_gather, reduce_scatter, wait
 from zero1_helpers.memory_math import is_counter
 from zero1_helpers.partition import Flat, pieces_of, slice_width
 from zero1_helpers.phases import announce
@@ -32,6 +32,7 @@ class FlatLayout:
 
     views: dict[Tensor, tuple]  # parameter -> (size, stride, offset) in the flat tensor
     cuts: dict[Tensor, slice]  # parameter -> its piece in this rank's slice, if any
+    heads: dict[Tensor, list[int]]  # parameter -> where its piece begins in each slice that has one
     shape: tuple[int]  # of the flat tensor
     numel: int  # of it without the padding at its end
     slice: slice  # of it, this rank's
@@ -45,7 +46,10 @@ class FlatLayout:
                  for p, offset in zip(params, offsets, strict=True)}  # fmt: skip
         cuts = {params[i]: slice(offsets[i] + start - begin, offsets[i] + end - begin)
                 for i, (start, end) in pieces_of(sizes, rank, world_size).items()}  # fmt: skip
-        return cls(views, cuts, (world_size * width,), numel, slice(begin, begin + width))
+        heads = {p: [*range(offset, offset + p.numel())][:1]
+                 + [*range(width * (offset // width + 1), offset + p.numel(), width)]
+                 for p, offset in zip(params, offsets, strict=False)}  # fmt: skip
+        return cls(views, cuts, heads, (world_size * width,), numel, slice(begin, begin + width))
 
     def view(self, flat: Tensor, p: Tensor) -> Tensor:
         return flat.as_strided(*self.views[p])
@@ -72,19 +76,25 @@ class FlatGradients:
 
         collect             a gradient moves into `grads`, (world_size * width,), and is free
         send_gradients      launch the reduce-scatter of `grads` into `mine`, (width,)
-        receive_gradients   `mine` is divided by world_size, in the dtype in which the slice is stepped
+        receive_gradients   `mine` becomes the mean, in the dtype in which the slice is stepped
+
+    The sum of the ranks' gradients may be too large for their dtype (fp16 ends at 65,504) although the mean
+    is not. So each rank divides first: by the power of 2 from world_size upwards, which rounds nothing. What
+    is left to divide by, between 1/2 and 1, is divided by after the sum.
 
     Which parameters got no gradient anywhere? No flags travel. A rank without a gradient sends -0.0,
-    since x + -0.0 is x, and one with a gradient sends no -0.0. So -0.0 arrives if all sent it, and only
-    then.
+    since x + -0.0 is x. A rank with a gradient makes sure that the first element of each piece is no -0.0.
+    So -0.0 arrives there if no rank had a gradient, and only then.
     """
 
     def __init__(self, params: list[Tensor], index: int, rank: int, world_size: int, partition: Flat):
         self.params, self.index = params, index
         self.layout = FlatLayout.of(params, rank, world_size)
-        self.device = params[0].device
+        self.device, self.first_divisor = params[0].device, 2 ** (world_size - 1).bit_length()
+        self._heads: Tensor | None = None  # of all pieces of all parameters, as an index
         self.reduced_in = partition.reduced_in(params[0].dtype)
         self.stepped_in = partition.stepped_in(params[0].dtype)
+        self.taken: dict[Tensor, TakenGradient] = {}
         self.ready: set[Tensor] = set()  # gradients that backward has delivered
         self.missing: set[Tensor] = set()  # parameters that got no gradient: here, then anywhere
         self.grads: Tensor | None = None
@@ -97,16 +107,20 @@ class FlatGradients:
 
     def collect(self, p: Tensor, name: str) -> None:
         """Take over p.grad. A bucket of one parameter is its gradient, if layout and dtype are the same."""
-        grad, p.grad = p.grad.detach(), None
+        if p not in self.taken:
+            self.taken[p] = TakenGradient(p, name)
+        grad, p.grad = p.grad.detach(), self.taken[p]
         if grad.layout != torch.strided:
             dense(grad, name)  # raises
         alone = grad.shape.numel() == self.layout.shape[0] and grad.stride() == self.layout.views[p][1]
         if alone and grad.dtype == self.reduced_in:
-            self.grads = grad.as_strided(self.layout.shape, (1,)).add_(0.0)
+            self.grads = grad.as_strided(self.layout.shape, (1,))
+            if self.first_divisor > 1:
+                self.grads.mul_(1 / self.first_divisor)
         else:
             self._make_room()
-            out = self.layout.view(self.grads, p)
-            torch.add(grad.to(self.reduced_in), 0.0, out=out)  # + 0.0: no -0.0 is left
+            wide = grad.to(torch.promote_types(grad.dtype, self.reduced_in))
+            torch.mul(wide, 1 / self.first_divisor, out=self.layout.view(self.grads, p))
 
     def _make_room(self) -> None:
         if self.grads is None:
@@ -123,18 +137,36 @@ class FlatGradients:
         for p in self.missing:
             self._make_room()
             self.layout.view(self.grads, p).fill_(-0.0)
+        self._mark_used()
         self.ready.update(self.params)
         self.mine = torch.empty_like(self.grads[self.layout.slice])
         announce("buckets", [self.mine])
         self.work = reduce_scatter(self.mine, self.grads, group=process_group, async_op=True)
 
+    def _mark_used(self) -> None:
+        """Leave no -0.0 where the pieces of gradients begin: 0.0 is added to one element of each."""
+        if self.missing:
+            heads = [i for p in self.params if p in self.ready for i in self.layout.heads[p]]
+            heads = torch.tensor(heads, dtype=torch.int64, device=self.device)
+        else:
+            if self._heads is None:
+                every = [i for heads in self.layout.heads.values() for i in heads]
+                self._heads = torch.tensor(every, dtype=torch.int64, device=self.device)
+            heads = self._heads
+        self.grads[heads] = self.grads[heads] + 0.0
+
     def receive_gradients(self, world_size: int) -> None:
-        self.work.wait()
+        wait(self.work)
         self.grads = self.work = None
         cuts = self.layout.cuts
-        self.missing = {p for p in self.missing if p in cuts and is_negative_zero(self.mine[cuts[p]])}
-        precise = torch.promote_types(self.reduced_in, self.stepped_in)
-        self.mine = self.mine.to(precise).div_(world_size).to(self.stepped_in)
+        self.missing = {
+            p for p in self.missing if p in cuts and is_negative_zero(self.mine[cuts[p].start])
+        }
+        rest = world_size / self.first_divisor
+        if rest != 1:
+            precise = torch.promote_types(self.reduced_in, self.stepped_in)
+            self.mine = self.mine.to(precise).div_(rest)
+        self.mine = self.mine.to(self.stepped_in)
         announce("buckets", [self.mine])
 
 
@@ -240,7 +272,7 @@ class FlatBucket(FlatPieces):
 
     def receive_parameters(self) -> None:
         if self.gather is not None:
-            self.gather.wait()
+            wait(self.gather)
             self.gather = None
             for p in self.params:
                 if type(p) is Arriving:
@@ -301,13 +333,20 @@ def is_negative_zero(t: Tensor) -> bool:
 
 @torch.no_grad()
 def check_negative_zero(buckets: Sequence[FlatBucket], process_group) -> None:
-    """Does this group's reduce-scatter keep -0.0? Sums that begin with +0.0 would not."""
-    for dtype, device in {bucket.reduced_in: bucket.device for bucket in buckets}.items():
-        mine = torch.empty(1, dtype=dtype, device=device)
-        sent = mine.new_full((dist.get_world_size(process_group),), -0.0)
+    """Does this group's reduce-scatter keep -0.0? A sum that begins with +0.0 would not.
+
+    Backends choose their algorithm by size, so each bucket's own size is tried, once.
+    """
+    device = buckets[0].device if buckets else "cpu"
+    lost = torch.zeros(1, dtype=torch.int32, device=device)
+    for dtype, numel in dict.fromkeys((b.reduced_in, b.layout.shape[0]) for b in buckets):
+        sent = torch.full((numel,), -0.0, dtype=dtype, device=device)
+        mine = torch.empty_like(sent[: numel // dist.get_world_size(process_group)])
         reduce_scatter(mine, sent, group=process_group)
-        if not is_negative_zero(mine):
-            raise RuntimeError(
-                f"the sum of -0.0 over the ranks is {mine.item()} on this backend, so it cannot be told "
-                "which parameters got no gradient"
-            )
+        lost += 0 if is_negative_zero(mine) else 1
+    dist.all_reduce(lost, group=process_group)
+    if lost:
+        raise RuntimeError(
+            "this backend's sum of -0.0 over the ranks is not -0.0, so it cannot be told which parameters "
+            "got no gradient; use SimpleDDPBucketAsync with ShardedOptimizer, which sends flags"
+        )

@@ -14,7 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero1_helpers.ddp import Bucket, SimpleDDPBucket, broadcast, plan_buckets
+from zero1_helpers.bucket import Bucket, TakenGradient, drop_taken, plan_buckets
+from zero1_helpers.checks import (
+    broadcast,
+    check_covered,
+    check_parameters,
+    checksum,
+    members,
+    trainable,
+    watchers_of,
+)
+from zero1_helpers.collectives import wait
+from zero1_helpers.ddp import SimpleDDPBucket
 from zero1_helpers.partition import Partition, assign_owners, by_count
 from zero1_helpers.phases import announce, phase
 from zero1_helpers.stepping import as_groups, check_optimizer, only, remade_with
@@ -54,10 +65,13 @@ class ZeROOne(torch.optim.Optimizer):
             dist.get_world_size(process_group),
         )
         self.param_to_owner_rank: dict[Tensor, int] = {}
+        self._compared = False  # of gradients that no wrapper of ours averages: are they equal?
+        check_parameters([p for group in optimizer.param_groups for p in group["params"]])
         check_optimizer(type(optimizer), optimizer.param_groups, remade_with(optimizer), self.shown)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self._assign_new_parameters()
+        self._check_groups()
 
     @property
     def params(self) -> list[Tensor]:
@@ -68,8 +82,7 @@ class ZeROOne(torch.optim.Optimizer):
         new = [p for p in self.params if p.requires_grad and p not in self.param_to_owner_rank]
         if not new:
             return
-        if len(devices := {str(p.device) for p in self.params}) > 1:
-            raise ValueError(f"parameters are on several devices: {', '.join(sorted(devices))}")
+        check_parameters(self.params)
         self.param_to_owner_rank |= zip(
             new, assign_owners(self.partition, new, self.world_size), strict=True
         )
@@ -98,9 +111,55 @@ class ZeROOne(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._assign_new_parameters()
+        self._check_gradients()
         self.step_shard()
         self.broadcast_parameters()
         return loss
+
+    def _check_groups(self) -> None:
+        """Gradients may be the mean over more ranks than share the state, not over fewer."""
+        for wrapper in {id(w): w for p in self.params for w in watchers_of(p)}.values():
+            if not members(self.process_group) <= members(wrapper.process_group):
+                raise ValueError(
+                    f"the optimizer's process group, ranks {sorted(members(self.process_group))}, is not "
+                    f"part of the wrapper's, {sorted(members(wrapper.process_group))}, so gradients would "
+                    "differ between ranks that share the state; give both the same process_group"
+                )
+
+    def _check_gradients(self) -> None:
+        """Raise unless all gradients are averaged: by wrappers, or, if there are none, by somebody."""
+        wrappers = {p: watchers_of(p) for p in self.param_to_owner_rank}
+        for wrapper in {id(w): w for of_one in wrappers.values() for w in of_one}.values():
+            if why := wrapper.unfinished():
+                raise RuntimeError(why)
+        if any(wrappers.values()):
+            self._check_groups()
+            for i, p in enumerate(self.params):
+                if p.requires_grad and not wrappers[p]:
+                    raise RuntimeError(
+                        f"parameter {i} of the optimizer, of shape {tuple(p.shape)}, is in no wrapper, so "
+                        "its gradient is this rank's alone; wrap one module that holds all parameters"
+                    )
+        elif not self._compared:
+            self._compare_gradients()
+
+    def _compare_gradients(self) -> None:
+        self._compared = True
+        none = torch.zeros((), dtype=torch.int64, device=self.params[0].device)
+        sums = torch.stack([none if p.grad is None else checksum(p.grad) for p in self.params])
+        extremes = torch.stack([sums, -sums])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.process_group)
+        for i, differs in enumerate((extremes[0] != -extremes[1]).tolist()):
+            if differs:
+                shape = tuple(self.params[i].shape)
+                raise RuntimeError(
+                    f"the gradient of parameter {i} of the optimizer, of shape {shape}, differs between "
+                    "ranks; wrap the model, and average the gradients before step()"
+                )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        drop_taken(self.params)
+        super().zero_grad(set_to_none)
 
     def step_shard(self) -> None:
         with phase("step"), only(self.optimizer, {p for p in self.params if self.is_mine(p)}):
@@ -112,7 +171,7 @@ class ZeROOne(torch.optim.Optimizer):
                 for p, owner in self.param_to_owner_rank.items():
                     broadcast(p, owner, self.process_group)
             for work in [self._send(params, owner) for owner, params in self._sent_together()]:
-                work.wait()
+                wait(work)
 
     def _sent_together(self) -> list[tuple[int, list[Tensor]]]:
         """(owner, parameters), one for each broadcast; none where each parameter has its own."""
@@ -202,7 +261,7 @@ class ShardedOptimizer(ZeROOne):
             as_flat(of_one)
 
     def step(self, closure=None):
-        if closure is None and all(p.grad is None for p in self.params):
+        if closure is None and all(p.grad is None or type(p.grad) is TakenGradient for p in self.params):
             return None
         return super().step(closure)
 
@@ -234,16 +293,11 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
         self.zero1_optimizer = zero1_optimizer
         self.lag = lag if step_in_backward else math.inf
         self._broadcasts: list[dist.Work] = []
+        self._stepped = False  # has this step changed parameters?
         self._side_stream = side_stream(model.parameters())
+        check_covered(trainable(model), zero1_optimizer.params)
         super().__init__(model, bucket_cap_mb, **kwargs)
-
-    def _plan(self, params: list[Tensor]) -> list[Bucket]:
-        for p, name in self._names.items():
-            if p not in self.zero1_optimizer.param_to_owner_rank:
-                raise ValueError(
-                    f"parameter {name} is not in the optimizer; make it from the same model"
-                )
-        return super()._plan(params)
+        zero1_optimizer._check_groups()
 
     def _use(self, buckets: Sequence[Bucket]) -> None:
         """Lay out now, between two steps, what the new plan sends together."""
@@ -253,6 +307,7 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
             self.zero1_optimizer.lay_out(bucket.params)
 
     def forward(self, *args, **kwargs):
+        self._check_not_open()
         if self._broadcasts:
             raise RuntimeError(
                 "forward before the parameters have arrived; call wait_for_broadcasts() first"
@@ -267,13 +322,31 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
     def _finish(self, bucket: Bucket) -> None:
         with on_stream(self._side_stream, use=[bucket.flat]):
             super()._finish(bucket)
+            used = [p for p in bucket.params if p.grad is not None]
             self._broadcasts += self.zero1_optimizer.step_parameters(bucket.params, bucket.index)
+            bucket.hold(used)
+            self._stepped = True
+
+    def wait_for_gradients(self) -> None:
+        if self._open:
+            self._check_trainable()
+            check_covered(self._names, self.zero1_optimizer.params)
+        super().wait_for_gradients()
 
     def wait_for_broadcasts(self) -> None:
+        self._check_not_torn()
         with on_stream(self._side_stream), phase("receive"):
             while self._broadcasts:
-                self._broadcasts.pop(0).wait()
+                wait(self._broadcasts.pop(0))
         join(self._side_stream)
+        drop_taken(self._names)
+        if self._stepped:
+            self._stepped = False
+            self.zero1_optimizer.step()  # nothing is left to step; schedulers and step hooks hear of it
+
+    def abandon_step(self) -> None:
+        super().abandon_step()
+        self.wait_for_broadcasts()
 
 
 def by_owner(params: Iterable[Tensor], owner_of: Mapping[Tensor, int]) -> dict[int, list[Tensor]]:
