@@ -5,8 +5,7 @@ import pytest
 from zero1_helpers.cli import main
 from zero1_helpers.measure.link import PRESETS, Link
 from zero1_helpers.memory_math import paper_table
-from zero1_helpers.report.plan import SCHEDULES, Network, Workload, growth, plan, stages
-from zero1_helpers.training.variants import VARIANTS
+from zero1_helpers.report.plan import Network, Workload, growth, plan, schedules, stages
 
 GB = 1e9
 FAST, SLOW = Link(100 * GB), Link(10 * GB, 1e-3)
@@ -46,10 +45,6 @@ def test_two_levels_are_all_inside_and_a_share_between():
     )
 
 
-def test_every_variant_of_the_series_has_a_schedule():
-    assert set(VARIANTS) - {"zero1-balanced"} <= set(SCHEDULES)  # balanced: other owners, same bytes
-
-
 def test_each_schedule_by_hand():
     """1 GB of gradients in 40 buckets, on a link that takes 0.3 s for a ring's all-reduce among 4."""
     work = Workload(0.5e9, compute=3.0, recipe="bf16", tensors=40, bucket_cap_mb=1e-3)
@@ -62,11 +57,17 @@ def test_each_schedule_by_hand():
         "zero1-async": hidden * reduce + broadcast,
         "zero1-bucket": hidden * reduce + broadcast,
         "zero1-overlap": hidden * (reduce + broadcast),
+        "zero1-balanced": reduce + broadcast,  # other owners, the same bytes
         "flat": hidden * 2 * half,
+        "torch-ddp": hidden * reduce,
+        "zero1-overlap, clipped": hidden * reduce + broadcast,
+        "flat, clipped": hidden * half + half,
+        "flat, lazy, clipped": hidden * half + hidden * half,
     }
+    assert set(schedules()) == set(expected)
     assert rows["exposed_s"].to_dict() == pytest.approx(expected)
     assert rows["sent_gb"].to_dict() == pytest.approx(
-        {"ddp": 1.5, "zero1": 2.5, "zero1-async": 2.5, "zero1-bucket": 2.5, "zero1-overlap": 2.5, "flat": 1.5}
+        {name: 1.5 if name.startswith(("ddp", "torch", "flat")) else 2.5 for name in expected}
     )
     assert (rows["step_s"] == 3.0 + rows["exposed_s"]).all()
 
@@ -75,6 +76,8 @@ def test_what_backward_is_too_short_for_is_exposed():
     work = Workload(0.5e9, compute=0.3, recipe="bf16", tensors=40, bucket_cap_mb=1e-3)
     exposed = plan(work, 4, Network(Link(5 * GB)))["exposed_s"]
     assert exposed["zero1-overlap"] == pytest.approx(0.5 - 0.2 * (1 - 1 / 40))
+    lazy = plan(work, 4, Network(Link(1 * GB)))["exposed_s"]["flat, lazy, clipped"]  # 0.75 s each
+    assert lazy == pytest.approx((0.75 - 0.2 * (1 - 1 / 40)) + (0.75 - 0.1 * (1 - 1 / 40)))
     embedding = Workload(0.5e9, 3.0, "bf16", 40, 1e-3, last_share=0.13)
     assert plan(embedding, 4, Network(Link(5 * GB)))["exposed_s"]["zero1-overlap"] == pytest.approx(0.065)
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from zero1_helpers import ddp
+from zero1_helpers.measure.link import Link
 from zero1_helpers.measure.runs import find_runs, load_run
 from zero1_helpers.report.gallery import draw_all
+from zero1_helpers.report.plan import Network, Workload, plan
 from zero1_helpers.report.tables import report, results_table
 from zero1_helpers.training import record, variants
 from zero1_helpers.training.variants import VARIANTS
@@ -70,6 +72,8 @@ def test_a_new_variant_is_in_every_figure_page_and_table(folder, tmp_path, monke
     assert collectives[DUMMY.name] == 1 < collectives["ddp"]
     assert list(results_table(runs).index) == ["ddp", DUMMY.name]
     assert f"| {DUMMY.name} |" in report(runs)
+    planned = plan(Workload(1e9, 1.0), 4, Network(Link(1e9)))
+    assert planned.loc[DUMMY.name, "exposed_s"] == planned.loc[DUMMY.name, "communication_s"] > 0
     assert draw_all(folder, tmp_path, "light", progress=lambda line: None) == 0
     manifest = json.loads((tmp_path / "figures.json").read_text())
     kinds = {entry["file"].split("/")[-1].split(".")[0] for entry in manifest

@@ -4,7 +4,8 @@ Three questions, three answers::
 
     memory     model_states: the ZeRO paper's closed forms, by stage; by variant what a schedule frees
     traffic    bytes a rank sends in a step: ring factors (memory_math.RING_FACTOR) times the tensors' bytes
-    time       exposed = what comes after backward + what the backward pass was too short to hide
+    time       exposed = what comes after backward + what backward was too short to hide + what the next
+               forward is too short to hide
 
 Costs are latency + bytes / bandwidth for each collective (the alpha-beta model; Thakur, Rabenseifner and
 Gropp, 2005). Over several nodes a collective has two levels, one after the other: inside a node on all
@@ -20,6 +21,7 @@ import pandas as pd
 
 from zero1_helpers.measure.link import Link
 from zero1_helpers.memory_math import RECIPES, bytes_sent, model_states
+from zero1_helpers.training.variants import VARIANTS, Schedule
 
 MIB = 1024 * 1024
 WORLDS = (1, 8, 64, 512, 1024, 10_000)
@@ -89,29 +91,18 @@ class Workload:
         return self.compute * 2 / 3 * (1 - 1 / self.buckets)
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Collectives of a step on all parameters' bytes: behind backward, and after it.
-
-    `pieces` is what one collective carries: a tensor, or a bucket. `frees` says that a gradient lives no
-    longer than its bucket.
-    """
-
-    behind: tuple[str, ...]
-    after: tuple[str, ...]
-    pieces: str
-    stage: int = 1
-    frees: bool = False
-
-
-SCHEDULES = {
-    "ddp": Schedule((), ("all_reduce",), "tensors", stage=0),
-    "zero1": Schedule((), ("all_reduce", "broadcast"), "tensors"),
-    "zero1-async": Schedule(("all_reduce",), ("broadcast",), "tensors"),
-    "zero1-bucket": Schedule(("all_reduce",), ("broadcast",), "buckets"),
-    "zero1-overlap": Schedule(("all_reduce", "broadcast"), (), "buckets", frees=True),
-    "flat": Schedule(("reduce_scatter", "all_gather"), (), "buckets", frees=True),
+# What users compare with, and what clipping makes of a step: it needs all gradients before the first update.
+BESIDE = {
+    "torch-ddp": Schedule(behind=("all_reduce",), stage=0),
+    "zero1-overlap, clipped": Schedule(behind=("all_reduce",), after=("broadcast",)),
+    "flat, clipped": Schedule(behind=("reduce_scatter",), after=("all_gather",)),
+    "flat, lazy, clipped": Schedule(behind=("reduce_scatter",), ahead=("all_gather",)),
 }
+
+
+def schedules() -> dict[str, Schedule]:
+    """Those of the series' variants, then those beside them."""
+    return {name: variant.schedule for name, variant in VARIANTS.items()} | BESIDE
 
 
 def plan(work: Workload, world_size: int, network: Network) -> pd.DataFrame:
@@ -120,7 +111,7 @@ def plan(work: Workload, world_size: int, network: Network) -> pd.DataFrame:
     if world_size < 1:
         raise ValueError(f"ranks are 1 or more, not {world_size}")
     rows = {}
-    for name, schedule in SCHEDULES.items():
+    for name, schedule in schedules().items():
         states = model_states(work.params, work.recipe, world_size, schedule.stage)
         if schedule.frees:  # one bucket is filled, one travels, one is stepped
             states["total"] -= states["grads"] * max(0.0, 1 - 3 / work.buckets)
@@ -129,13 +120,14 @@ def plan(work: Workload, world_size: int, network: Network) -> pd.DataFrame:
         def seconds(ops, pieces=pieces):
             return sum(pieces * network.seconds(op, work.size / pieces, world_size) for op in ops)
 
-        behind, after = seconds(schedule.behind), seconds(schedule.after)
+        behind, after, ahead = map(seconds, (schedule.behind, schedule.after, schedule.ahead))
         exposed = after + max(work.tail * behind, behind - work.window)
+        exposed += max(ahead / work.buckets, ahead - work.window / 2)  # forward is half of backward
         rows[name] = {
             "states_gb": states["total"] / 1e9,
             "sent_gb": sum(bytes_sent(op, work.size, world_size)
-                           for op in schedule.behind + schedule.after) / 1e9,
-            "communication_s": behind + after,
+                           for op in schedule.ops) / 1e9,
+            "communication_s": behind + after + ahead,
             "exposed_s": exposed,
             "step_s": work.compute + exposed,
             "non_compute_pct": 100 * exposed / (work.compute + exposed) if exposed else 0.0,

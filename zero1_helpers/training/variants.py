@@ -54,34 +54,82 @@ def zero1_balanced(model, lr, bucket_cap_mb):
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """Collectives of a step on all parameters' bytes, by what may hide them; the planner reads it.
+
+    behind: those that run while backward computes.  after: those that nothing hides.  ahead: those that run
+    while the next forward computes.  pieces: what one collective carries, "tensors" or "buckets".
+    stage: of ZeRO; 0 keeps the whole state on every rank.  frees: a gradient lives no longer than its bucket.
+    """
+
+    behind: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
+    pieces: str = "buckets"
+    stage: int = 1
+    frees: bool = False
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return self.behind + self.after + self.ahead
+
+
+@dataclass(frozen=True)
 class Variant:
+    """All that one variant is: a new one is a class and an entry in VARIANTS."""
+
     name: str
     title: str
     build: Callable  # (model, lr, bucket_cap_mb) -> (wrapped model, optimizer)
     after_backward: Callable  # (wrapped model, optimizer)
+    schedule: Schedule
 
 
-VARIANTS = {
-    variant.name: variant
-    for variant in [
-        Variant("ddp", "DDP baseline", ddp, sync_step),
-        Variant("zero1", "ZeRO-1", zero1, sync_step),
-        Variant("zero1-async", "ZeRO-1 + async all-reduce", zero1_async, wait_step),
-        Variant("zero1-bucket", "ZeRO-1 + buckets", zero1_bucket, flush_wait_step),
-        Variant(
-            "zero1-overlap",
-            "ZeRO-1 + overlapped step and broadcast",
-            zero1_overlap,
-            flush_wait_receive,
-        ),
-        Variant("zero1-balanced", "ZeRO-1, split by bytes", zero1_balanced, sync_step),
-        Variant("flat", "Flat reduce-scatter", flat, flush_wait_step),
-    ]
-}
-
+STEP_BY_STEP = Schedule(after=("all_reduce", "broadcast"), pieces="tensors")
+ALL_BEHIND = Schedule(behind=("reduce_scatter", "all_gather"), frees=True)
+ENTRIES = [
+    Variant(
+        "ddp",
+        "DDP baseline",
+        ddp,
+        sync_step,
+        Schedule(after=("all_reduce",), pieces="tensors", stage=0),
+    ),
+    Variant("zero1", "ZeRO-1", zero1, sync_step, STEP_BY_STEP),
+    Variant(
+        "zero1-async",
+        "ZeRO-1 + async all-reduce",
+        zero1_async,
+        wait_step,
+        Schedule(behind=("all_reduce",), after=("broadcast",), pieces="tensors"),
+    ),
+    Variant(
+        "zero1-bucket",
+        "ZeRO-1 + buckets",
+        zero1_bucket,
+        flush_wait_step,
+        Schedule(behind=("all_reduce",), after=("broadcast",)),
+    ),
+    Variant(
+        "zero1-overlap",
+        "ZeRO-1 + overlapped step and broadcast",
+        zero1_overlap,
+        flush_wait_receive,
+        Schedule(behind=("all_reduce", "broadcast"), frees=True),
+    ),
+    Variant("zero1-balanced", "ZeRO-1, split by bytes", zero1_balanced, sync_step, STEP_BY_STEP),
+    Variant("flat", "Flat reduce-scatter", flat, flush_wait_step, ALL_BEHIND),
+]
+VARIANTS = {variant.name: variant for variant in ENTRIES}
 
 # Another training than the others': there is nothing to keep a master copy of in fp32.
-FLAT_MASTER = Variant("flat-master", "Flat reduce-scatter, fp32 master weights", flat_master, flush_wait_step)
+FLAT_MASTER = Variant(
+    "flat-master",
+    "Flat reduce-scatter, fp32 master weights",
+    flat_master,
+    flush_wait_step,
+    ALL_BEHIND,
+)
 
 
 def variants_of(preset: str | Preset | None = None) -> dict[str, Variant]:
