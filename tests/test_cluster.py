@@ -550,6 +550,31 @@ def test_nothing_listens_once_the_ranks_have_started(kernel, run):
     assert run("%dist_shutdown").text == "2 ranks ended.\n"
 
 
+STRANGER = """import subprocess, sys, time
+from zero1_helpers.ranks import doors
+c10d = dist.distributed_c10d
+Gloo = c10d.ProcessGroupGloo
+def connections(door): return [ours for ours, theirs in doors.sockets()[1] if ours == door]
+def with_a_stranger(*args, **options):
+    before = doors.sockets()[0]
+    group = Gloo(*args, **options)
+    (door,) = [door for number, door in doors.sockets()[0].items() if number not in before]
+    if rank == 0:
+        known = len(connections(door))
+        code = f"import socket, time; s = socket.create_connection({door!r}); time.sleep(1000)"
+        subprocess.Popen([sys.executable, "-c", code])
+        while len(connections(door)) == known: time.sleep(0.01)
+    return group
+c10d.ProcessGroupGloo = with_a_stranger
+dist.new_group()"""
+
+
+def test_a_stranger_who_connects_while_a_group_forms_is_refused(kernel, run):
+    patience(kernel, grace=0.5)
+    assert "rank 0: Stranger: " in run(STRANGER).error
+    kernel.run("%dist_shutdown")
+
+
 def test_the_command_line_tells_nothing(kernel, run):
     for pid in kernel.workers():
         command = psutil.Process(pid).cmdline()
@@ -629,19 +654,17 @@ def test_ranks_end_when_the_kernel_is_killed(kernel, run):
 
 
 def test_a_stack_that_cannot_be_read_costs_no_rank(run):
-    run("from zero1_helpers.ranks import worker\nread_stack = worker.describe_stack")
-    run("import sys\nfor name in ('__main__', 'zero1_helpers.ranks.worker'):\n"
-        "    vars(sys.modules[name])['describe_stack'] = lambda frame: 1 / 0")  # fmt: skip
+    run("import zero1_helpers.ranks.rank as module\nread_stack = module.describe_stack")
+    assert not run("module.describe_stack = lambda frame: 1 / 0").error
     long_cell = run("import time\ntime.sleep(3)\nprint('done')")  # looked at after two seconds
-    run("for name in ('__main__', 'zero1_helpers.ranks.worker'):\n"
-        "    vars(sys.modules[name])['describe_stack'] = read_stack")  # fmt: skip
+    run("module.describe_stack = read_stack")
     assert not long_cell.error, long_cell.error
     assert not run("rank").error
 
 
 def test_a_listener_that_fails_says_why_before_its_rank_ends(run):
-    run("import gc\n(worker,) = [o for o in gc.get_objects() if type(o).__name__ == 'Worker']\n"
-        "if rank == 1:\n    worker._take = lambda *message: 1 / 0")  # fmt: skip
+    run("import gc\n(worker,) = [o for o in gc.get_objects() if type(o).__name__ == 'Worker']")
+    run("if rank == 1: worker._take = lambda *message: 1 / 0")
     run("%dist_status")  # asks every rank
     error = run("rank").error
     assert "rank 1 died" in error and "ZeroDivisionError" in error

@@ -129,6 +129,13 @@ def test_a_fork_that_raises_does_not_fail_its_rank(run):
     assert not ran.error and ran.text == BOTH
 
 
+def test_an_answer_to_another_cell_is_dropped_with_a_line(run):
+    run("import gc\n(worker,) = [o for o in gc.get_objects() if type(o).__name__ == 'Worker']")
+    text = run("%%rank [1]\nworker._send({'number': worker.number - 1})\n'mine'").text
+    assert text.startswith("rank 1: 'mine'\nrank 1: ") and "dropped" in text
+    assert run("rank").text == BOTH
+
+
 def test_output_without_end_stops_nothing(kernel, run):
     run("""import threading, time
 go_on = True

@@ -63,6 +63,8 @@ class RankShell(InteractiveShell):
         config.HistoryManager.enabled = False
         super().__init__(user_module=main, config=config, ipython_dir=folder)
         main.get_ipython = lambda: self
+        for name in ("exit", "quit"):  # IPython's would end the shell; Python's raise SystemExit
+            vars(main).pop(name, None)
         line_magics = self.magics_manager.magics["line"]
         line_magics |= {name: refuse(name) for name in KERNELS}
         line_magics["matplotlib"] = lambda line: None  # figures are shown anyway

@@ -83,7 +83,10 @@ class Channel:
                 with self.changed:
                     limit = self.limit if limit is None else limit
                     self.job = Job(
-                        self.job.number + 1, [self.ranks[r] for r in sorted(set(ranks))], self.grace, limit
+                        self.job.number + 1,
+                        [self.ranks[r] for r in sorted(set(ranks))],
+                        self.grace,
+                        limit,
                     )
                     for rank in self.job.ranks:
                         rank.queue({"number": self.job.number, "kind": kind} | data, payload)

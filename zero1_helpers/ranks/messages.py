@@ -13,7 +13,9 @@ HEAD = struct.Struct(">IQ")  # lengths of the JSON text and of the bytes
 
 def pack(message: dict, payload: bytes = b"") -> list[memoryview]:
     """What to write to a socket, in this order."""
-    text = json.dumps(message).encode()
+    text = json.dumps(message, ensure_ascii=False).encode(
+        errors="replace"
+    )  # half a character is "?"
     return [memoryview(HEAD.pack(len(text), len(payload)) + text), memoryview(payload)]
 
 

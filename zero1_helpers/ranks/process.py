@@ -117,9 +117,10 @@ class Processes:
     def how_it_ended(self) -> str:
         """How the parent ended, when it has closed its side of `control`."""
         try:
-            return f"its parent process ended: {describe_exit(self.process.wait(END))}"
+            how = describe_exit(self.process.wait(END))
         except subprocess.TimeoutExpired:
-            return "its parent process closed its connection to the kernel"
+            how = "it closed its connection to the kernel"
+        return f"its parent process ended: {how}" if self.folder else how
 
     def close(self) -> None:
         """Close our ends."""

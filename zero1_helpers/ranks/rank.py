@@ -27,6 +27,7 @@ import time
 import traceback
 import warnings
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -59,6 +60,7 @@ class Worker:
             gpu_id=None,
             device=torch.device("cpu"),
         )
+        np.random.seed()  # the fork has copied numpy's random state; Python's own is new by itself
         signal.signal(signal.SIGINT, self._interrupted)
         os.register_at_fork(after_in_child=connection.close)  # only the rank itself answers
         warnings.showwarning = self._warned
