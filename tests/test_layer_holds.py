@@ -273,6 +273,7 @@ def test_magics_work_on_the_ranks(kernel, run):
     assert run("%matplotlib inline\nvalue = rank").error == ""
     assert run("value").text == BOTH
     assert run("%time x = rank\n!echo from $rank\nx").text.count("Wall time") == 2
+    assert run("%time x = rank + 1").text.count("Wall time") == 2
     assert run("!echo from $rank\nx").text == "rank 0:\nfrom 0\n0\nrank 1:\nfrom 1\n1\n"
     assert run("y = !echo $rank\ny[0]").text == "rank 0: '0'\nrank 1: '1'\n"
     assert run("import asyncio\nawait asyncio.sleep(0)\nrank").text == BOTH

@@ -1,8 +1,12 @@
-"""Arguments of the magics, each mistake in one clear line."""
+"""Where a cell runs, and the arguments of the magics, each mistake in one clear line."""
 
 import re
 
 from zero1_helpers.ranks.output import count, span
+
+# Lines that the kernel runs, also at the top of a cell for the ranks.
+KERNELS = re.compile(r"%(dist_\w+|sync|load_ext|reload_ext|config)\b")
+MEASURES = re.compile(r"%(time|timeit|prun)\b")  # line magics with Python code in them
 
 
 class ClusterError(RuntimeError):
@@ -74,3 +78,26 @@ def choose_gpus(available: int, ranks: int, wanted: list[int] | None):
     if available == 0:
         return None, "gloo on the CPU, because torch sees no GPU"
     return None, f"gloo on the CPU, because NCCL takes one rank per GPU and torch sees {available}"
+
+
+def route(lines: list[str], distributed: bool) -> list[str]:
+    """A cell's lines as IPython shall see them, before it looks for magics.
+
+    distributed: whether plain cells go to the ranks. A cell that begins with a cell magic, or has
+    nothing but line magics and `!` lines, stays in the kernel.
+    """
+    first = lines[0] if lines else ""
+    if first.split() == ["%%local"]:
+        return lines[1:]
+    if re.match(r"%%(rank|distributed)\b", first):  # the empty line keeps line numbers right
+        return [re.sub(r"^%%rank\s*", "%%rank ", first), "\n", *lines[1:]]
+    code = [(number, line.lstrip()) for number, line in enumerate(lines)]
+    code = [(number, line) for number, line in code if line and not line.startswith("#")]
+    plain = distributed and code and not code[0][1].startswith("%%")
+    if not plain or all(line[0] in "%!?" and not MEASURES.match(line) for _, line in code):
+        return lines
+    start = next(number for number, line in code if not KERNELS.match(line))
+    if start == code[0][0]:
+        return ["%%distributed\n", *lines]
+    cell = "\n" * start + "".join(lines[start:])
+    return [*lines[:start], f"get_ipython().run_cell_magic('distributed', '', {cell!r})\n"]

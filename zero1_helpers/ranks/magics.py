@@ -27,6 +27,7 @@ from zero1_helpers.ranks.arguments import (
     parse_gpu_ids,
     parse_ranks,
     parse_seconds,
+    route,
     split_timeout,
 )
 from zero1_helpers.ranks.channel import Channel
@@ -38,6 +39,7 @@ from zero1_helpers.ranks.start import (
     check_address,
     check_assertions,
     describe_ranks,
+    show_dropped,
     show_running,
     start,
 )
@@ -47,7 +49,6 @@ COLLECTIVE = re.compile(
     r"\b((all_)?(reduce|gather)|broadcast|scatter|reduce_scatter|all_to_all)"
     r"(_into_tensor|_tensor|_single|_object|_object_list)?\s*\(|\bbarrier\s*\("
 )
-HERE = re.compile(r"%(dist_\w+|sync|load_ext|reload_ext|config)\b")  # lines for the kernel alone
 
 
 class ClusterMagics(DistributedMagic):
@@ -91,26 +92,7 @@ class ClusterMagics(DistributedMagic):
     # ---- which cell goes where
 
     def _transform(self, lines: list[str]) -> list[str]:
-        """IPython passes each cell's lines through this, before it looks for magics."""
-        first = lines[0] if lines else ""
-        if first.split() == ["%%local"]:
-            return lines[1:]
-        if re.match(r"%%(rank|distributed)\b", first):  # the empty line keeps line numbers right
-            return [re.sub(r"^%%rank\s*", "%%rank ", first), "\n", *lines[1:]]
-        code = [
-            number
-            for number, line in enumerate(lines)
-            if line.strip() and not line.lstrip().startswith("#")
-        ]
-        if not self._distributed_mode_active or not code or lines[code[0]].startswith("%%"):
-            return lines
-        if all(lines[number].lstrip()[0] in "%!?" for number in code):
-            return lines
-        start = next(number for number in code if not HERE.match(lines[number].lstrip()))
-        cell = "\n" * start + "".join(lines[start:])
-        if start == code[0]:
-            return ["%%distributed\n", *lines]
-        return [*lines[:start], f"get_ipython().run_cell_magic('distributed', '', {cell!r})\n"]
+        return route(lines, self._distributed_mode_active)
 
     def _enable_distributed_mode(self) -> None:
         self._distributed_mode_active = True
@@ -224,13 +206,7 @@ class ClusterMagics(DistributedMagic):
         if shown:
             clear_output()
         show(ranks, job.answers, [channel.ranks[rank].printed() for rank in ranks])
-        for rank in channel.ranks:
-            if rank.dropped:
-                print(
-                    f"rank {rank.number}: {rank.dropped} messages were dropped, because they were no "
-                    "answer of this process to this cell."
-                )
-                rank.dropped = 0
+        show_dropped(channel)
         check(job, channel)
 
     def sync(self, line):

@@ -106,3 +106,14 @@ def show_running(channel: Channel, ranks, seconds: float) -> None:
     states = channel.look(ranks, 0.2)
     for who, where in alike(ranks, [states[rank]["where"] for rank in ranks]):
         print(f"    {span(who)}: {where}")
+
+
+def show_dropped(channel: Channel) -> None:
+    """Print how many messages were dropped since the last cell."""
+    for rank in channel.ranks:
+        if rank.dropped:
+            print(
+                f"rank {rank.number}: {rank.dropped} messages were dropped, because they were no "
+                "answer of this process to this cell."
+            )
+            rank.dropped = 0
