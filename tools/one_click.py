@@ -67,9 +67,9 @@ def badges(address: str) -> str:
     return " ".join(links) if address else ""
 
 
-def first_cell(address: str, extra: str = "notebooks") -> str:
+def first_cell(address: str, extras: str = "notebooks,figures") -> str:
     """Source of the code cell that stands before `%load_ext zero1_helpers`; nothing without an address."""
-    return CELL.format(address=address, what=f"./zero1[{extra}]") if address else ""
+    return CELL.format(address=address, what=f"./zero1[{extras}]") if address else ""
 
 
 def with_badges(page: str, address: str) -> str:
