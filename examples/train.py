@@ -27,8 +27,8 @@ import zero1_helpers as zero1
 from zero1_helpers.accumulate import GradientSum
 from zero1_helpers.checkpoint import load_checkpoint, save_checkpoint
 from zero1_helpers.clip import clip_grad_norm_
+from zero1_helpers.measure.meet import torchruns_group
 from zero1_helpers.memory_math import state_bytes
-from zero1_helpers.training.group import process_group
 
 VARIANTS = ("ddp", "zero1", "zero1-async", "zero1-bucket", "zero1-overlap", "flat")
 FIXED = ("preset", "dtype", "seed", "batch_size", "lr", "warmup", "clip", "dropout")  # for --resume
@@ -189,9 +189,9 @@ def stop(error):
 
 if __name__ == "__main__":
     args = parse()
-    with process_group() as device:
+    with torchruns_group():
         try:
             check(args)
-            train(args, device)
+            train(args, "cuda" if dist.get_backend() == "nccl" else "cpu")
         except (ValueError, OSError) as error:
             stop(error)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from zero1_helpers import minimal
 from zero1_helpers.minimal import MinimalZeRO, compare
 
+ROOT = Path(__file__).resolve().parent.parent
 SGD = dict(optimizer_cls=torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = dict(optimizer_cls=torch.optim.Adam, lr=0.01)
 
@@ -91,17 +92,20 @@ def test_every_rank_notices_a_planted_fault(ranks):
     assert ranks(unnoticed, 2) == [[], []]
 
 
-@pytest.mark.parametrize(
-    "launcher", [[], ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]]
-)
-def test_it_is_run_as_its_first_lines_say(launcher):
+def run(*launcher):
     command = [sys.executable, "-m", *launcher, "zero1_helpers.minimal"]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
-        command, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=200
+        command, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0, done.stderr.decode()
-    assert 3 <= len(done.stdout.splitlines()) <= 5
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_alone_and_on_four_ranks_it_prints_what_the_readme_shows():
+    assert 3 <= len(run().splitlines()) <= 5
+    said = run("torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m")
+    assert f"```\n{said}```\n" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_it_is_short_and_needs_nothing_of_the_package():

@@ -211,8 +211,9 @@ def test_files_are_small():
 def test_ruff_and_the_other_checks_before_a_commit():
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     commands = [shlex.split(hook["entry"]) for hook in local["hooks"]]
-    assert [command[:3] for command in commands] == [[".venv/bin/python", "-m", "ruff"],
-                                                     [".venv/bin/python", "-m", "pytest"]]  # fmt: skip
+    python = ".venv/bin/python"
+    expected = [[python, "-m", "ruff"], [python, "tools/check_size.py"], [python, "-m", "pytest"]]
+    assert [command[:3] for command in commands] == expected
     for command in commands:
         command[0] = sys.executable
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -185,16 +185,21 @@ def group(store, rank: int, ranks: int, *, use_gpus: bool = False, timeout: time
 
 @contextlib.contextmanager
 def torchruns_group():
-    """The process group of ranks that torchrun has started, on one machine or on several."""
+    """The process group of ranks that torchrun has started, on one machine or on several; of this process
+    alone, if torchrun has not started it."""
     import torch.distributed as dist
 
-    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if int(os.environ["WORLD_SIZE"]) == local_ranks:  # one machine
+    alone = "RANK" not in os.environ
+    local_rank, local_ranks = (
+        (0, 1) if alone else (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    )
+    if alone or int(os.environ["WORLD_SIZE"]) == local_ranks:  # one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     elif os.environ["RANK"] == "0":
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         print(f"waiting for {os.environ['WORLD_SIZE']} ranks at {where}", file=sys.stderr, flush=True)
-    dist.init_process_group(_take_a_gpu(local_rank, local_ranks))
+    meeting = dict(store=dist.HashStore(), rank=0, world_size=1) if alone else {}
+    dist.init_process_group(_take_a_gpu(local_rank, local_ranks), **meeting)
     yield
     dist.barrier()
     dist.destroy_process_group()
