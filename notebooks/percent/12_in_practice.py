@@ -659,11 +659,11 @@ show_source(Piece, Writer, save_checkpoint)
 
 # %%
 import shutil
-from pathlib import Path
 
 from zero1_helpers.checkpoint import load_checkpoint, save_checkpoint
+from zero1_helpers.training.project import project
 
-folder = Path("../build/checkpoints")
+folder = project("build/checkpoints")
 if rank == 0:
     shutil.rmtree(folder, ignore_errors=True)
 dist.barrier()
