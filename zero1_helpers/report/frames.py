@@ -21,8 +21,10 @@ import re
 
 import pandas as pd
 
+from zero1_helpers.measure.files import RunError
+from zero1_helpers.measure.lanes import MARKS
 from zero1_helpers.measure.ledger import WHOLE_PHASES
-from zero1_helpers.measure.runs import CATEGORIES, MARKS, STATES, RunError
+from zero1_helpers.measure.schema import CATEGORIES, STATES
 
 NO_INDEX = "all params"
 KINDS = {  # of collectives, by the names that gloo and NCCL give them
@@ -103,8 +105,9 @@ def exposed_comm(run) -> pd.DataFrame:
     rows = []
     for rank, events in sorted(trace.traces.items()):
         kernels = events[events["stream"].ge(0)].copy()
-        names = kernels["name"].unique()
-        kinds = kernels["name"].map({name: get_kernel_type(symbols[name]) for name in names})
+        kinds = kernels["name"].map(
+            {name: get_kernel_type(symbols[name]) for name in kernels["name"].unique()}
+        )
 
         def busy(*wanted, kernels=kernels, kinds=kinds):
             merged = merge_kernel_intervals(kernels[kinds.isin(wanted)][["ts", "dur"]].copy())
@@ -156,7 +159,9 @@ class ByName(pd.DataFrame):
 
     def apply(self, function, axis=0, **options):
         if axis == 1 and list(self.columns) == ["name"]:
-            return self["name"].map({name: function({"name": name}) for name in self["name"].unique()})
+            return self["name"].map(
+                {name: function({"name": name}) for name in self["name"].unique()}
+            )
         return super().apply(function, axis, **options)
 
 
@@ -167,7 +172,9 @@ def _are_steps(events: pd.DataFrame, names) -> pd.Series:
 
 
 def _without_first_step(events: pd.DataFrame, names) -> pd.DataFrame:
-    starts = sorted(set(events.loc[_are_steps(events, names), "ts"]))  # CUDA traces have a step twice
+    starts = sorted(
+        set(events.loc[_are_steps(events, names), "ts"])
+    )  # CUDA traces have a step twice
     return events[events["ts"] >= starts[1]] if len(starts) > 1 else events
 
 
