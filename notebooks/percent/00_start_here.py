@@ -7,6 +7,8 @@
 # this machine, with GPUs or without.
 #
 # **Goal.** Know what a rank is, predict what a collective leaves on each of them, and see whether this machine is ready.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers

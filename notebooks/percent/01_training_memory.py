@@ -5,6 +5,8 @@
 # (`grads`), and what the optimizer remembers of each parameter (`opt_state`).
 #
 # **Goal.** Predict the bytes of `params`, `grads` and `opt_state` on each rank, and find exactly these bytes in a model.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers

@@ -3,6 +3,8 @@
 #
 # **Goal.** Measure plain data parallelism, its bytes and its time, so that every later variant has something to be compared with.
 #
+# **Time.** Not measured yet.
+#
 # 02 sharded an optimizer by hand. Before that becomes a class we need a yardstick, and the tools to read it: a profiler, a memory timeline, and the three charts of HolisticTraceAnalysis (HTA).
 
 # %%

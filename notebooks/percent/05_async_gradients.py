@@ -3,6 +3,8 @@
 #
 # **Goal.** Start the all-reduce of each gradient as soon as backward has made it, so that communication runs behind the rest of backward.
 #
+# **Time.** Not measured yet.
+#
 # So far a rank finishes backward, then communicates:
 #
 # ```
@@ -280,7 +282,7 @@ def after_backward(model, optimizer):
 from zero1_helpers import ZeROOne, get_profiler, train
 from zero1_helpers.training.record import describe
 
-model, STEPS = SimpleDDPAsync(new_model()), 4
+model, STEPS = SimpleDDPAsync(new_model()), 3
 optimizer = ZeROOne(torch.optim.Adam(model.parameters(), lr=LR))
 with get_profiler(project("build/runs/zero1-async"), STEPS, model=model, optimizer=optimizer,
                   **describe("zero1-async", shard, BATCH)) as prof:

@@ -5,6 +5,8 @@
 # of the tensors are small. Here several gradients travel together, in one flat tensor: a **bucket**.
 #
 # **Goal.** See why many small collectives hurt, and send the same gradients in few large ones.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers
@@ -274,10 +276,10 @@ set_seed()
 model = get_smol_model().to(device)
 ddp_model = SimpleDDPBucket(model, bucket_cap_mb=cap)
 optimizer = ZeROOne(torch.optim.Adam(model.parameters(), lr=LR), bucket_cap_mb=cap)
-batches = [batch] * 4
+batches = [batch] * 3  # the same one again and again, so that the loss falls
 
 # %%
-with get_profiler(project("build/runs/zero1-bucket"), steps=4, model=ddp_model, optimizer=optimizer,
+with get_profiler(project("build/runs/zero1-bucket"), steps=3, model=ddp_model, optimizer=optimizer,
                   **describe("zero1-bucket", shard, BATCH)) as prof:  # fmt: skip
     losses = train(ddp_model, optimizer, batches, after_backward, prof)
 print("losses", [round(loss, 3) for loss in losses])
@@ -330,7 +332,7 @@ for name, shown in (runs | {"yours": run}).items():
 # %%local
 bucket, single = all_reduces(run), all_reduces(runs["zero1-async"])
 first, later = pull("len(buckets)")[0], pull("len(ddp_model.buckets)")[0]  # planned anew after the first step
-assert bucket["calls"] == round((first + 3 * later) / 4), "one all-reduce for each bucket"
+assert bucket["calls"] == round((first + 2 * later) / 3), "one all-reduce for each bucket"
 assert single["calls"] == runs["zero1-async"].record["model"]["tensors"], "one all-reduce for each gradient"
 
 # %% [markdown]

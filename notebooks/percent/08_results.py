@@ -2,6 +2,8 @@
 # # 08 Results
 #
 # **Goal.** Put every variant beside the others, and beside the post's numbers, and account for each difference.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers
@@ -28,7 +30,7 @@ link = use_link("500MB/s + 1ms")
 # %% [markdown]
 # ## Run: every variant, on this machine
 #
-# The same model, from the same seed, is trained by each variant for three steps, each rank on 4 examples of its own. We
+# The same model, from the same seed, is trained by each variant for two steps, each rank on 4 examples of its own. We
 # keep the losses and count the bytes of state.
 
 # %%
@@ -37,7 +39,7 @@ from zero1_helpers.training.workload import get_preset
 
 cap, names = get_preset().bucket_cap_mb, list(VARIANTS)
 shard = shard_dataset(get_dataset()["train"], rank, world_size)
-batches = [next(iter(get_dataloader(shard, batch_size=4)))] * 3
+batches = [next(iter(get_dataloader(shard, batch_size=4)))] * 2
 
 # %%
 from zero1_helpers import get_smol_model, set_seed, train
@@ -82,7 +84,7 @@ for name in names:
 # %% [markdown]
 # ## The recorded runs
 #
-# Four steps of three seconds tell little about time. The runs that come with this repository have 80 examples in a batch,
+# Two such steps tell little about time. The runs that come with this repository have 80 examples in a batch,
 # and a link to match:
 
 # %%

@@ -5,6 +5,8 @@
 # is more than a third.
 #
 # **Goal.** Find the missing part, and split so that the fullest rank holds no more than its share.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers

@@ -2,6 +2,8 @@
 # # 11 Master weights: steps too small for bf16
 #
 # **Goal.** Train a bf16 model with an fp32 copy of its weights, of which each rank keeps only its slice.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers

@@ -6,6 +6,8 @@
 #
 # **Goal.** Put each of these into one training loop, for all three sharded optimizers, and see where the obvious code
 # goes wrong without a word.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers

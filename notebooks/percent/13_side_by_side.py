@@ -7,6 +7,8 @@
 #
 # **Goal.** Compare them with this series' classes, parameter by parameter, byte by byte and message by message; then
 # know what to change to move to one of them, and when not to shard the optimizer at all.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers
