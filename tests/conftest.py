@@ -19,6 +19,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if getattr(item, "nbmake", False):
             item.add_marker(pytest.mark.timeout(1200))
+        elif is_quick(item):
+            item.add_marker(pytest.mark.quick)
+
+
+def is_quick(item) -> bool:
+    """Whether a test is run for one and two ranks, each on its own, with a model as small as an MLP."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    small = params.get("model", "MLP") == "MLP" and not {"kernel", "chromium"} & set(item.fixturenames)
+    return params.get("world_size") in (1, 2) and small
 
 
 @pytest.fixture(scope="session")

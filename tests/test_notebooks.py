@@ -3,8 +3,11 @@
 That every notebook runs on four ranks is checked by nbmake, in the same pytest call (`make test`).
 """
 
+import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jupytext
@@ -13,7 +16,16 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from tools import run_notebooks
-from tools.run_notebooks import KERNEL, NOTEBOOKS, RANKS, NotebookFailed, execute, texts
+from tools.run_notebooks import (
+    KERNEL,
+    NOTEBOOKS,
+    RANKS,
+    TIME,
+    NotebookFailed,
+    execute,
+    texts,
+    time_line,
+)
 
 PATHS = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 SERIES = [(path.stem, nbformat.read(path, 4)) for path in PATHS]
@@ -102,6 +114,13 @@ def test_house_style():
         assert not missing, f"{name} lacks {missing}"
 
 
+def test_each_notebook_says_how_long_it_takes_as_it_was_measured():
+    times = json.loads((NOTEBOOKS / "times.json").read_text(encoding="utf-8"))
+    assert sorted(times) == [name for name, _ in SERIES]
+    for name, nb in SERIES:
+        assert TIME.findall(nb.cells[0].source) == [time_line(nb, **times[name])], name
+
+
 def test_the_number_of_ranks_is_written_once():
     for name, nb in SERIES:
         code = "\n".join(cell.source for _, cell in code_cells(nb))
@@ -173,12 +192,28 @@ def test_a_failed_run_leaves_the_old_notebook(tmp_path, monkeypatch):
     monkeypatch.setattr(run_notebooks, "NOTEBOOKS", tmp_path)
     (tmp_path / "percent").mkdir()
     twin, path = tmp_path / "percent" / "00_x.py", tmp_path / "00_x.ipynb"
-    twin.write_text("# %% [markdown]\n# # x\n\n# %%\nx = 1\nx\n")
+    twin.write_text("# %% [markdown]\n# # x\n#\n# **Time.** Unknown.\n\n# %%\nx = 1\nx\n", encoding="utf-8")
     run_notebooks.main(["--in-place"])
-    good = path.read_bytes()
-    assert nbformat.read(path, 4).cells[1].outputs[0].data["text/plain"] == "1"
-    twin.write_text(twin.read_text() + "raise ValueError('no')\n")
+    good, cells = path.read_bytes(), nbformat.read(path, 4).cells
+    assert cells[1].outputs[0].data["text/plain"] == "1"
+    assert cells[0].source == jupytext.read(twin).cells[0].source
+    times = json.loads((tmp_path / "times.json").read_text(encoding="utf-8"))
+    assert cells[0].source == f"# x\n\n**Time.** {time_line(nbformat.read(path, 4), **times['00_x'])}"
+    twin.write_text(twin.read_text(encoding="utf-8") + "raise ValueError('no')\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="00_x, cell 1: CellExecutionError"):
         run_notebooks.main(["--in-place"])
     assert path.read_bytes() == good
-    assert sorted(p.name for p in Path(tmp_path).iterdir()) == ["00_x.ipynb", "percent"]
+    assert sorted(p.name for p in Path(tmp_path).iterdir()) == ["00_x.ipynb", "percent", "times.json"]
+
+
+def test_the_runner_refuses_when_assertions_are_switched_off(tmp_path):
+    command = [sys.executable, "-O", run_notebooks.__file__, "--out", str(tmp_path / "out"), "--only", "00_*"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "assertions are switched off" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_user_without_a_home_folder_can_run_notebooks(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    nb = small("print('~/x and /x')")
+    run_notebooks.check_paths(nb, "x")

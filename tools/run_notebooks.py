@@ -3,10 +3,14 @@
     python tools/run_notebooks.py --out build/run   copies; the committed notebooks stay as they are
     python tools/run_notebooks.py --in-place        from notebooks/percent/*.py, with fresh outputs
 
-A notebook is written only after all of its cells have succeeded. Cells run in notebooks/.
+A notebook is written only after all of its cells have succeeded. Cells run in notebooks/. With
+--in-place, notebooks/times.json notes how long each took, on how many cores and when, and the line
+**Time.** at the top of notebook and twin says the same.
 """
 
 import argparse
+import datetime
+import json
 import os
 import re
 import sys
@@ -25,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 RANKS = re.compile(r"(%dist_init --num-processes )\d+")
+TIME = re.compile(r"(?<=\*\*Time\.\*\* ).*")
+WORDS_A_MINUTE = 150  # prose and code, for readers in a second language
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -58,8 +64,8 @@ def normalise(nb):
 
 def check_paths(nb, name):
     """Raise when an output shows this checkout's folder or the home folder."""
-    home = Path("~").expanduser()  # stays "~" for a user whom the system does not know
-    folders = [str(folder) for folder in (ROOT, home) if folder not in (Path("/"), Path("~"))]
+    home = os.path.expanduser("~")  # stays "~" for a user without a home folder
+    folders = [str(ROOT), *([home] if len(home) > 1 else [])]
     pattern = re.compile("|".join(rf"{re.escape(folder)}(?![\w-])" for folder in folders))
     for index, cell in enumerate(nb.cells):
         for output in cell.get("outputs", []):
@@ -102,12 +108,35 @@ def execute(nb, name, folder=NOTEBOOKS, ranks=None, timeout=600, progress=lambda
     check_paths(nb, name)
 
 
-def save(nb, path):
-    """Write `nb` so that `path` is the old file or the whole new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def time_line(nb, seconds, cores, date):
+    """What the line **Time.** says of a notebook that took `seconds` on `cores` cores."""
+    words = sum(len(cell.source.split()) for cell in nb.cells)
+    read, run = max(5, 5 * round(words / WORDS_A_MINUTE / 5)), 5 * -(-seconds // 5)
+    return f"About {read} minutes to read, about {run} seconds to run on {cores} cores."
+
+
+def say_time(nb, name, seconds):
+    """Put the time that `nb` took into its first cell, its twin and times.json."""
+    path, twin = NOTEBOOKS / "times.json", NOTEBOOKS / "percent" / f"{name}.py"
+    times = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    date = datetime.date.today().isoformat()
+    times[name] = {"seconds": round(seconds), "cores": os.cpu_count(), "date": date}
+    line = time_line(nb, **times[name])
+    nb.cells[0].source = TIME.sub(line, nb.cells[0].source)
+    write(twin, TIME.sub(line, twin.read_text(encoding="utf-8"), count=1))
+    write(path, json.dumps(dict(sorted(times.items())), indent=1) + "\n")
+
+
+def write(path, text):
+    """Write `text` so that `path` is the old file or the whole new one, never half of it."""
     part = path.with_suffix(".part")
-    nbformat.write(nb, part)
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
+
+
+def save(nb, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, nbformat.writes(nb) + "\n")
 
 
 def main(argv=None):
@@ -140,13 +169,15 @@ def main(argv=None):
             line += f"  {minutes}:{seconds:02d}"
             print(line, end="\r" if tty and cell < cells else "\n", flush=True)
 
-        nb = jupytext.read(sources[name])
+        nb, start = jupytext.read(sources[name]), time.monotonic()
         try:
             execute(nb, name, ranks=args.ranks, timeout=args.timeout, progress=progress)
         except NotebookFailed as error:
             sys.exit(f"\n{error}\nStopped here; {name}.ipynb was not written.")
         except KeyboardInterrupt:
             sys.exit(f"\nInterrupted; {name}.ipynb was not written.")
+        if args.in_place:
+            say_time(nb, name, time.monotonic() - start)
         save(nb, (NOTEBOOKS if args.in_place else args.out) / f"{name}.ipynb")
 
 

@@ -5,6 +5,8 @@
 # (`grads`), and what the optimizer remembers of each parameter (`opt_state`).
 #
 # **Goal.** Predict the bytes of `params`, `grads` and `opt_state` on each rank, and find exactly these bytes in a model.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers
@@ -270,7 +272,7 @@ assert max(shards, key=lambda s: s.opt_state).rank == 0
 from zero1_helpers import get_dataloader, get_dataset, shard_dataset
 
 shard = shard_dataset(get_dataset()["train"], rank, world_size)
-batch = {name: t.to(device) for name, t in next(iter(get_dataloader(shard))).items()}
+batch = {name: t.to(device) for name, t in next(iter(get_dataloader(shard, batch_size=4))).items()}
 
 # %%
 from zero1_helpers import SimpleDDP, get_smol_model, set_seed
@@ -373,22 +375,23 @@ print(f"equal parts would be {mean:,.0f} B; the fullest rank holds {most / mean:
 # ## What the formula leaves out
 #
 # The batch does not occur in it. But the forward pass keeps *activations* for the backward pass, and they grow with the
-# batch. The profiler sees every allocation: two short runs, with a quarter of a batch and with a whole one.
+# batch. The profiler sees every allocation. So we record one step of the smallest model twice: with 2 examples on each
+# rank, and with 8.
 
 # %%
 from zero1_helpers import record
-from zero1_helpers.training.workload import get_preset
+from zero1_helpers.training.project import project
 
-batch_size = get_preset().batch_size
-for name, size in {"memory-quarter": batch_size // 4, "memory-whole": batch_size}.items():
-    record("ddp", steps=2, out=f"../build/runs/{name}", batch_size=size, device=device)
+for size in (2, 8):
+    record("ddp", "tiny", 1, project(f"build/runs/memory-{size}"), batch_size=size, device=device)
 
 # %%
 # %%local
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.report.frames import get_memory_timeline
+from zero1_helpers.training.project import project
 
-runs = [load_run(f"../build/runs/memory-{name}") for name in ("quarter", "whole")]
+runs = [load_run(project(f"build/runs/memory-{size}")) for size in (2, 8)]
 rows = {f"batch of {run.record['data']['batch_size']}": get_memory_timeline(run, 0).max() / 1e6 for run in runs}
 shown = ["params", "grads", "opt_state", "activations", "total"]
 table = pd.DataFrame(rows).T[shown]
@@ -396,18 +399,18 @@ show_table(table.rename(columns="`{}`".format), f"MB on rank 0, each at its high
 
 # %%
 # %%local
-quarter, whole_batch = table.to_numpy()
+few, many = table.to_numpy()
 states, activations = slice(0, 3), shown.index("activations")
-assert (quarter[states] == whole_batch[states]).all(), "params, grads, opt_state know no batch"
-assert whole_batch[activations] > 2 * quarter[activations], "activations grow with the batch"
+assert (few[states] == many[states]).all(), "params, grads, opt_state know no batch"
+assert many[activations] > 2 * few[activations], "activations grow with the batch"
 sizes = [runs[1].record["memory"][0][name] / 1e6 for name in ("peak_states", "peak")]
-print(f"activations: {whole_batch[activations] / quarter[activations]:.1f} times as much")
+print(f"activations: {many[activations] / few[activations]:.1f} times as much")
 print("with the larger batch, states {:.1f} MB and everything {:.1f} MB at the peak".format(*sizes))
 
 # %% [markdown]
 # *States* are `params`, `grads` and `opt_state` together. Dividing `opt_state` cannot lower the rest, so the saving in
-# total memory is smaller than the formula's, and much smaller for a tiny model, whose activations outweigh its
-# parameters. The post, too, measures 12.24 % in total; compare the bf16 line above. Its chart's other half is most
+# total memory is smaller than the formula's. The more examples a step has, the more of the total are activations, and
+# the smaller is the saving. The post, too, measures 12.24 % in total; compare the bf16 line above. Its chart's other half is most
 # likely activations and temporary tensors. Buffers of NCCL and the GPU's kernels come on top; torch does not see them.
 #
 # ## Summary

@@ -3,6 +3,8 @@
 #
 # **Goal.** Do one ZeRO-1 step with your own hands, on live objects: split the optimizer over the ranks, step, see the ranks drift apart, and bring them together again.
 #
+# **Time.** Not measured yet.
+#
 # Notebook 01 counted bytes on paper. Here the same bytes are made, or rather not made, on running ranks. No class of ours shards anything in this notebook; what you write here becomes the class `ZeROOne` in 04.
 
 # %%
@@ -171,7 +173,7 @@ print(f"expected: {predicted:,} B of {everything:,} B")
 # Forward and backward, each rank on its own batch: losses and gradients differ.
 
 # %%
-batch = next(iter(get_dataloader(shard)))  # input_ids: (batch, length)
+batch = next(iter(get_dataloader(shard, batch_size=4)))  # input_ids: (batch, length)
 batch = {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -348,14 +350,14 @@ assert all(p.grad is None for p in model.parameters())
 #
 # Second prediction. One process that sees all batches of a step as one big batch does no communication at all; it is what we want to imitate. The mean of equal-sized means is the mean of the whole, so the update should be the same.
 #
-# float64, so that a difference cannot hide as rounding. First the whole step as one function:
+# float64, so that a difference cannot hide as rounding, and the smallest model of the family, so that you need not wait. First the whole step as one function:
 
 # %%
 def sharded_step(ddp_model, optimizer, batch, share=True):
     ddp_model(**batch).loss.backward()
     ddp_model.sync_gradients()
     optimizer.step()
-    for p, owner in zip(ddp_model.parameters(), owners, strict=True):
+    for p, owner in zip(ddp_model.parameters(), tiny_owners, strict=True):
         if share:
             dist.broadcast(p.data, src=owner)
         p.grad = None
@@ -366,21 +368,25 @@ def sharded_step(ddp_model, optimizer, batch, share=True):
 # %%
 def build():
     set_seed()
-    model = get_smol_model().to(device).double()
+    model = get_smol_model("tiny").to(device).double()
     for norm in [m for m in model.modules() if hasattr(m, "variance_epsilon")]:
         norm.forward = lambda x, m=norm: torch.rms_norm(x, m.weight.shape, m.weight, m.variance_epsilon)
     return model
 
 # %%
+tiny_owners = by_count(list(build().parameters()), world_size)
+
+
 def build_sharded():
     ddp_model = SimpleDDP(build())
-    everyones = zip(ddp_model.parameters(), owners, strict=True)
+    everyones = zip(ddp_model.parameters(), tiny_owners, strict=True)
     return ddp_model, torch.optim.Adam([p for p, o in everyones if o == rank], lr=1e-3)
 
 # %%
 from itertools import islice
 
-whole_loader = [get_dataloader(shard_dataset(train_ds, r, world_size)) for r in range(world_size)]
+tiny_ds = get_dataset("tiny")["train"]
+whole_loader = [get_dataloader(shard_dataset(tiny_ds, r, world_size), batch_size=4) for r in range(world_size)]
 
 
 def steps_of_data(steps):
@@ -401,7 +407,7 @@ def compare(steps, share=True):
         alone(**whole).loss.backward()
         adam.step()
         adam.zero_grad()
-        pairs = zip(ddp_model.parameters(), alone.parameters(), owners, strict=True)
+        pairs = zip(ddp_model.parameters(), alone.parameters(), tiny_owners, strict=True)
         gaps = [(o == rank, (p - q).abs().max().item()) for p, q, o in pairs]
         yield max(gap for own, gap in gaps if own), max(gap for own, gap in gaps if not own)
 

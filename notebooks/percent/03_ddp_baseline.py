@@ -3,6 +3,8 @@
 #
 # **Goal.** Measure plain data parallelism, its bytes and its time, so that every later variant has something to be compared with.
 #
+# **Time.** Not measured yet.
+#
 # 02 sharded an optimizer by hand. Before that becomes a class we need a yardstick, and the tools to read it: a profiler, a memory timeline, and the three charts of HolisticTraceAnalysis (HTA).
 
 # %%
@@ -11,11 +13,14 @@
 
 # %% [markdown]
 # On a CPU the network between ranks is a copy in memory, made by the cores that also compute: nothing could hide behind anything. So in notebooks 03 to 08 the ranks get a *link*, an emulated one. Data travel as before, and results stay exact; but a collective ends no earlier than a link of some latency and bandwidth would have it, and a rank that waits for it sleeps. `use_link` measures steps that only compute, and takes the link on which the baseline should communicate for 16 % of a step, the post's share. (On GPUs the line does nothing: the link is a real one.)
+#
+# The runs that you start here and later are short: 4 examples in each rank's batch, so that a notebook takes seconds. Where variants are compared, the series shows its own recorded runs, in `traces/small`: the same model and four ranks, with 80 examples in a batch. So the same number is the same number in every notebook.
 
 # %%
 from zero1_helpers import use_link
 
-link = use_link(folder="../build/runs")
+BATCH, LR = 4, 1e-4  # examples in a rank's batch; learning rate
+link = use_link(batch_size=BATCH)
 
 # %% [markdown]
 # ## Predict
@@ -52,7 +57,7 @@ print(f"{len(shard)} examples")
 # One backward without any synchronisation, and a copy of what it gave. The gradients of the ranks differ, as their batches do.
 
 # %%
-batch = next(iter(get_dataloader(shard)))
+batch = next(iter(get_dataloader(shard, BATCH)))
 loss = ddp_model(**{name: t.to(device) for name, t in batch.items()}).loss
 loss.backward()
 mine = [p.grad.clone() for p in model.parameters()]
@@ -101,7 +106,7 @@ for p, g in zip(model.parameters(), mine, strict=True):
 
 ddp_model.sync_gradients()
 assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), by_hand, strict=True))
-del loss, batch, mine, by_hand, gathered, mean, averaged, g, p
+del loss, mine, by_hand, gathered, mean, averaged, g, p
 
 # %% [markdown]
 # ## The loop
@@ -126,27 +131,26 @@ def after_backward(model, optimizer):
 # %% [markdown]
 # ## Profile four steps
 #
-# Start afresh from the seed. `islice` takes as many batches as there are steps.
+# Start afresh from the seed. Each rank trains on one batch of its own again and again, so that the loss falls within four steps.
 
 # %%
-from itertools import islice
-
 steps = 4
 set_seed()
 model = get_smol_model().to(device)
 ddp_model = SimpleDDP(model)
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-batches = islice(get_dataloader(shard), steps)
+optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+batches = [next(iter(get_dataloader(shard, BATCH)))] * steps
 
 # %% [markdown]
 # `get_profiler` wraps `torch.profiler` and is entered on every rank. It is given the model and the optimizer so that it can tell whose bytes it sees; `describe` adds what it cannot know, such as the name of the variant. No warm-up: the first step, which makes the optimizer state, is one that we want to see.
 
 # %%
 from zero1_helpers import get_profiler, train
+from zero1_helpers.training.project import project
 from zero1_helpers.training.record import describe
 
-about = describe("ddp", shard)
-with get_profiler("../build/runs/ddp", steps, model=ddp_model, optimizer=optimizer, **about) as prof:
+about = describe("ddp", shard, BATCH)
+with get_profiler(project("build/runs/ddp"), steps, model=ddp_model, optimizer=optimizer, **about) as prof:
     losses = train(ddp_model, optimizer, batches, after_backward, prof)
 
 print("losses", *(f"{loss:.4f}" for loss in losses))
@@ -166,8 +170,9 @@ assert all(p.grad is None for p in model.parameters())
 # %%
 # %%local
 from zero1_helpers.measure.runs import load_run
+from zero1_helpers.training.project import project
 
-run = load_run("../build/runs/ddp")
+run = load_run(project("build/runs/ddp"))
 for file in sorted(run.folder.iterdir()):
     if "rank" not in file.name or "rank0" in file.name:
         print(f"{file.name:<22}{file.stat().st_size / 1e3:6.0f} kB")
@@ -181,6 +186,7 @@ print(run.caption)
 means = [sum(at_step) / run.world_size for at_step in zip(*pull("losses"), strict=True)]
 assert run.record["losses"] == means and run.record["steps"] == len(means)
 print("mean losses", *(f"{loss:.4f}" for loss in means))
+assert means[-1] < means[0], "four steps on the same batches, and the loss has not fallen"
 
 # %% [markdown]
 # ## Memory
@@ -201,7 +207,7 @@ show(memory_timeline(run))
 # - **activations**: what forward keeps for backward. They are given back as backward goes.
 # - **temporaries**: scratch space of backward and of Adam. **other**: the batch. **counters**: Adam's step numbers, one scalar a tensor.
 #
-# The dashed line marks the peak, and the strip on top shows the phase. Backward frees activations and makes gradients at the same time, so with many activations the top is early in backward.
+# The dashed line marks the peak, and the strip on top shows the phase. Backward frees activations and makes gradients at the same time.
 #
 # Each byte has its category from a ledger that the profiler keeps: at each phase it notes which addresses are `params`, `grads`, `opt_state`. The profiler alone would have to guess.
 
@@ -248,18 +254,28 @@ print(f"{len(born)} tensors of state, all made in the first of {(phases['name'] 
 # This is why a profile of one step would be misleading: its forward and backward run without the state.
 #
 # ### What is the peak made of?
+#
+# That depends on how many tokens there are. Beside your run, the recorded one, which has 20 times as many examples in a batch:
 
 # %%
 # %%local
-line = get_memory_timeline(run)
-peak = line.loc[line["total"].idxmax()]
-assert peak["total"] == run.record["memory"][0]["peak"]
+recorded = load_run(project("traces/small/ddp"))
+peaks = {}
+for title, shown in {"yours": run, "recorded": recorded}.items():
+    line = get_memory_timeline(shown)
+    peaks[title] = line.loc[line["total"].idxmax()]
+    assert peaks[title]["total"] == shown.record["memory"][0]["peak"]
 for name in ("params", "opt_state", "grads", "activations", "temporaries"):
-    print(f"{name:<12}{peak[name] / 1e6:9.2f} MB {100 * peak[name] / peak['total']:5.1f} %")
-print(f"activations are at {100 * peak['activations'] / line['activations'].max():.0f} % of their own peak")
+    parts = [f"{peak[name] / 1e6:8.2f} MB {peak[name] / peak['total']:6.1%}" for peak in peaks.values()]
+    print(f"{name:<12}", "  |  ".join(parts))
+assert peaks["recorded"]["activations"] > peaks["yours"]["activations"]
+
+# %%
+# %%local
+show(memory_timeline(recorded))
 
 # %% [markdown]
-# In the post (360 million parameters, bf16) the peak is 5.76 GB and the state 1.39 GB of it, a quarter. Compare the shares: a small model has small tensors, but still an activation for every token and layer. That is why this series also looks at *states*, `params + grads + opt_state + buckets`: the part that ZeRO is about.
+# With 80 examples the activations are the largest part, and the peak is early in backward, where most of them are still alive. In the post (360 million parameters, bf16) the peak is 5.76 GB and the state 1.39 GB of it, a quarter. Compare the shares: a small model has small tensors, but still an activation for every token and layer. That is why this series also looks at *states*, `params + grads + opt_state + buckets`: the part that ZeRO is about.
 #
 # What no chart of this kind shows: on GPUs, NCCL takes its communication buffers from CUDA directly. PyTorch's profiler does not see them, so the device is fuller than the chart says. gloo's buffers are invisible in the same way.
 
@@ -381,22 +397,22 @@ if link is not None:
 # - **Every message has a price of its own,** whatever its size: the latency. Most tensors are small, and each pays it. 06 does something about it.
 # - **Moving data is still work.** gloo adds up gradients on its own threads, on the same cores as everything else; a link of a GPU would not take these cycles.
 # - **Kernels are interrupted.** With more ranks than cores, a bar in the kernel chart contains the time in which another rank had the core.
-# - **Activations dominate** the memory of a small model, as seen above.
+# - **Activations dominate** the memory of a small model that sees many tokens, as the recorded run shows.
 
 # %% [markdown]
 # ## The first row
 #
-# A table that grows with every notebook. Memory is that of the fullest rank, percentages are means over the ranks.
+# A table that grows with every notebook, made from the recorded runs. Memory is that of the fullest rank, percentages are means over the ranks.
 
 # %%
 # %%local
 from zero1_helpers.report.tables import PUBLISHED, results_table
 
 columns = ["predicted", "opt_state", "states", "peak", "non_compute_pct", "overlap_pct", "collectives", "sent", "loss"]
-table = results_table([run])[columns]
-show_table(table, f"Measured. {run.setting}.")
+table = results_table([recorded])[columns]
+show_table(table, f"Recorded. {recorded.setting}.")
 show_table(PUBLISHED.loc[["ddp"]], "The post: SmolLM2-360M, bf16, four GPUs.")
-assert abs(table.loc["ddp", "predicted"] * 1e6 - run.record["predicted"][0]["opt_state"]) < 1
+assert abs(table.loc["ddp", "predicted"] * 1e6 - recorded.record["predicted"][0]["opt_state"]) < 1
 
 # %% [markdown]
 # ## Summary
@@ -410,7 +426,7 @@ assert abs(table.loc["ddp", "predicted"] * 1e6 - run.record["predicted"][0]["opt
 # %% [markdown]
 # ## Exercises
 #
-# **1.** Before you run anything: which categories change if the batch doubles? Record it with `get_dataloader(shard, 16)` (or twice your preset's batch) into `../build/runs/ddp-large` and look at `record["memory"]` and at the timeline.
+# **1.** Before you run anything: which categories change if the batch doubles? Record it with `BATCH = 8` into `project("build/runs/ddp-large")` and look at `record["memory"]` and at the timeline.
 #
 # <details><summary>Hint</summary>
 #

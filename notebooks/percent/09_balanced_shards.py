@@ -5,6 +5,8 @@
 # is more than a third.
 #
 # **Goal.** Find the missing part, and split so that the fullest rank holds no more than its share.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers
@@ -86,8 +88,9 @@ assert abs(state["by count"][0] / whole - published["zero1"] / published["ddp"])
 # %%
 # %%local
 from zero1_helpers.measure.runs import load_run
+from zero1_helpers.training.project import project
 
-full = {name: load_run(f"../traces/smollm2-360m/{name}") for name in ("ddp", "zero1", "zero1-balanced", "flat")}
+full = {name: load_run(project(f"traces/smollm2-360m/{name}")) for name in ("zero1", "zero1-balanced", "flat")}
 memory = pd.DataFrame(full["zero1"].record["memory"])[["opt_state", "peak_states", "peak"]].rename_axis("rank")
 show_table((memory / 1e6).round(1), f"ZeRO-1 split by count, MB. {full['zero1'].setting}.")
 for column in ("opt_state", "peak_states"):
@@ -416,8 +419,10 @@ assert pairs["by_bytes"] > 2 * pairs["by_count"] and len(buckets) < pairs["by_co
 
 # %%
 # %%local
-overlap = load_run("../traces/smollm2-360m/zero1-overlap")
-calls = {c["op"]: c["calls"] for c in overlap.record["collectives"]}
+from zero1_helpers.measure.runs import load_record
+
+overlap = load_record(project("traces/smollm2-360m/zero1-overlap"))
+calls = {c["op"]: c["calls"] for c in overlap["collectives"]}
 print(calls)
 assert abs(calls["broadcast"] - pairs["by_count"]) <= 2, "its later plans follow the order of gradients"
 

@@ -2,6 +2,8 @@
 # # 11 Master weights: steps too small for bf16
 #
 # **Goal.** Train a bf16 model with an fp32 copy of its weights, of which each rank keeps only its slice.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers
@@ -331,10 +333,11 @@ assert shared["opt_state"].sum() == 12 * psi
 # %%
 from zero1_helpers import get_profiler, train
 from zero1_helpers.training.loop import flush_wait_step
+from zero1_helpers.training.project import project
 from zero1_helpers.training.workload import get_preset
 
 model, optimizer = wrap(new_model(), master_weights=True)
-with get_profiler("../build/runs/master", 2, model=model, optimizer=optimizer,
+with get_profiler(project("build/runs/master"), 2, model=model, optimizer=optimizer,
                   title="Flat, fp32 master weights", preset=get_preset().name) as profiler:
     train(model, optimizer, [tokens, tokens], flush_wait_step, profiler)
 
@@ -342,8 +345,9 @@ with get_profiler("../build/runs/master", 2, model=model, optimizer=optimizer,
 # %%local
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.report.figures import memory_timeline
+from zero1_helpers.training.project import project
 
-recorded = load_run("../build/runs/master")
+recorded = load_run(project("build/runs/master"))
 show(memory_timeline(recorded))
 rounding = 0 if recorded.record["device"] == "cpu" else 3 * 512 * recorded.record["model"]["tensors"]
 for seen, predicted in zip(recorded.record["memory"], recorded.record["predicted"], strict=True):
@@ -355,18 +359,20 @@ for seen, predicted in zip(recorded.record["memory"], recorded.record["predicted
 
 # %%
 # %%local
-full = {name: load_run(f"../traces/smollm2-360m/{name}") for name in ("ddp", "flat", "flat-master")}
-psi = full["ddp"].record["model"]["parameters"]
-states = {name: max(rank["peak_states"] for rank in run.record["memory"]) for name, run in full.items()}
+from zero1_helpers.measure.runs import load_record
+
+full = {name: load_record(project(f"traces/smollm2-360m/{name}")) for name in ("ddp", "flat", "flat-master")}
+psi = full["ddp"]["model"]["parameters"]
+states = {name: max(rank["peak_states"] for rank in record["memory"]) for name, record in full.items()}
 for name, most in states.items():
     print(f"{name:12} {most / 1e6:7,.1f} MB on the fullest rank, {most / psi:.2f} Ψ")
 print(f"mixed precision by formula: unsharded {16 * psi / 1e6:,.1f} MB, on 4 ranks {7 * psi / 1e6:,.1f} MB")
-assert sum(rank["opt_state"] for rank in full["flat-master"].record["memory"]) == 12 * psi
+assert sum(rank["opt_state"] for rank in full["flat-master"]["memory"]) == 12 * psi
 assert states["flat"] < states["flat-master"] < min(7 * psi, states["ddp"])
 
 # %%
 # %%local
-show(memory_timeline(full["flat-master"]))
+show(memory_timeline(load_run(project("traces/smollm2-360m/flat-master"))))
 
 # %% [markdown]
 # With fp32 master weights a rank holds less than plain DDP does without them. Against the post's recipe, pure bf16 with $K = 4$: what do fp32 master weights cost per rank, in bytes per parameter?

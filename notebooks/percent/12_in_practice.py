@@ -6,6 +6,8 @@
 #
 # **Goal.** Put each of these into one training loop, for all three sharded optimizers, and see where the obvious code
 # goes wrong without a word.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers
@@ -659,11 +661,11 @@ show_source(Piece, Writer, save_checkpoint)
 
 # %%
 import shutil
-from pathlib import Path
 
 from zero1_helpers.checkpoint import load_checkpoint, save_checkpoint
+from zero1_helpers.training.project import project
 
-folder = Path("../build/checkpoints")
+folder = project("build/checkpoints")
 if rank == 0:
     shutil.rmtree(folder, ignore_errors=True)
 dist.barrier()

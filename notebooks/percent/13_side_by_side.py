@@ -7,6 +7,8 @@
 #
 # **Goal.** Compare them with this series' classes, parameter by parameter, byte by byte and message by message; then
 # know what to change to move to one of them, and when not to shard the optimizer at all.
+#
+# **Time.** Not measured yet.
 
 # %%
 # %load_ext zero1_helpers
@@ -33,7 +35,9 @@
 # %%local
 import sys
 
-sys.path.append("..")  # the project's folder
+from zero1_helpers.training.project import project
+
+sys.path.append(str(project()))
 from benchmarks.contenders import step, torch_ddp, torch_fsdp2, torch_zero
 from zero1_helpers.report.notebook import show_source
 
@@ -230,6 +234,7 @@ tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": la
 # %%
 from zero1_helpers import get_profiler
 from zero1_helpers.phases import phase
+from zero1_helpers.training.project import project
 
 
 def train_step(model, optimizer, after_backward):
@@ -247,7 +252,7 @@ for name, (build, after_backward) in contenders.items():
     wrapped, optimizer = build(model, list(model.model.layers), torch.optim.Adam, 0.5, lr=1e-3)
     for _ in range(2):
         train_step(wrapped, optimizer, after_backward)
-    with get_profiler(f"../build/runs/side/{name}", 2, model=wrapped, optimizer=optimizer,
+    with get_profiler(project(f"build/runs/side/{name}"), 2, model=wrapped, optimizer=optimizer,
                       preset="a Llama of 2 layers") as prof:
         for _ in range(2):
             prof.step(train_step(wrapped, optimizer, after_backward))
@@ -257,7 +262,7 @@ for name, (build, after_backward) in contenders.items():
 from zero1_helpers.measure.runs import load_run
 
 names = pull("list(contenders)")[0]
-runs = {name: load_run(f"../build/runs/side/{name}") for name in names}
+runs = {name: load_run(project(f"build/runs/side/{name}")) for name in names}
 losses = pd.DataFrame({name: run.record["losses"] for name, run in runs.items()}, index=["step 3", "step 4"]).T
 print(losses.to_string(float_format="{:.6f}".format))
 assert (losses - losses.loc["torch-ddp"]).abs().max().max() < 1e-3

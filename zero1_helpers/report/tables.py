@@ -23,11 +23,12 @@ PUBLISHED = pd.DataFrame(
 ).set_index("variant")
 
 
-def results_table(runs: Iterable[Run]) -> pd.DataFrame:
+def results_table(runs: Iterable[Run], times: bool = True) -> pd.DataFrame:
     """One row a run, in the order of the series. Memory in MB of the fullest rank, percentages as means.
 
     `predicted` is opt_state by memory_math, `opt_state` the same as measured; `states` is the peak of
-    parameters, gradients, optimizer state and buckets together, `peak` that of everything.
+    parameters, gradients, optimizer state and buckets together, `peak` that of everything. Without
+    `times` HTA is not asked for its two percentages, so that run.json is enough.
     """
     order = list(VARIANTS)
     rows = []
@@ -45,14 +46,20 @@ def results_table(runs: Iterable[Run]) -> pd.DataFrame:
             "opt_state": fullest["opt_state"],
             "states": fullest["peak_states"],
             "peak": fullest["peak"],
-            "non_compute_pct": temporal_breakdown(run)["non_compute_pct"].mean(),
-            "overlap_pct": comm_comp_overlap(run)["overlap_pct"].mean(),
+            **(_shares(run) if times else {}),
             "collectives": sum(c["calls"] for c in r["collectives"]),
             "sent": sum(c["bytes_sent"] for c in r["collectives"]) / 1e6,
             "step_s": step_seconds(run),
             "loss": r["losses"][-1] if r["losses"] else None,
         })  # fmt: skip
     return pd.DataFrame(rows).set_index("variant")
+
+
+def _shares(run: Run) -> dict[str, float]:
+    return {
+        "non_compute_pct": temporal_breakdown(run)["non_compute_pct"].mean(),
+        "overlap_pct": comm_comp_overlap(run)["overlap_pct"].mean(),
+    }
 
 
 HEADINGS = {
