@@ -550,29 +550,35 @@ def test_nothing_listens_once_the_ranks_have_started(kernel, run):
     assert run("%dist_shutdown").text == "2 ranks ended.\n"
 
 
-STRANGER = """import subprocess, sys, time
-from zero1_helpers.ranks import doors
-c10d = dist.distributed_c10d
-Gloo = c10d.ProcessGroupGloo
-def connections(door): return [ours for ours, theirs in doors.sockets()[1] if ours == door]
-def with_a_stranger(*args, **options):
-    before = doors.sockets()[0]
-    group = Gloo(*args, **options)
-    (door,) = [door for number, door in doors.sockets()[0].items() if number not in before]
-    if rank == 0:
-        known = len(connections(door))
-        code = f"import socket, time; s = socket.create_connection({door!r}); time.sleep(1000)"
-        subprocess.Popen([sys.executable, "-c", code])
-        while len(connections(door)) == known: time.sleep(0.01)
-    return group
-c10d.ProcessGroupGloo = with_a_stranger
-dist.new_group()"""
+STRANGER = """import os, socket, struct, threading, time
+from zero1_helpers.measure import doors
+before, keep = doors.sockets()[0], []
+def connect():
+    while not (new := [door for n, door in doors.sockets()[0].items() if n not in before]):
+        time.sleep(0.001)
+    for number in numbers:  # gloo tells its connections apart by such a number
+        keep.append(socket.create_connection(new[0]))
+        keep[-1].sendall(struct.pack("<q", number))
+    open(flag, "w").close()
+if rank == 0:
+    threading.Thread(target=connect).start()
+else:
+    while not os.path.exists(flag): time.sleep(0.01)
+g = dist.new_group()
+x = torch.ones(1)
+dist.all_reduce(x, group=g)
+x.item()"""
 
 
-def test_a_stranger_who_connects_while_a_group_forms_is_refused(kernel, run):
+def test_a_stranger_who_connects_while_a_group_forms_is_cut_off(kernel, run, tmp_path):
+    ran = run(f"numbers, flag = [999], {str(tmp_path / 'useless')!r}\n{STRANGER}")
+    assert ran.text.startswith("rank 0: connected from") and ran.text.endswith("ranks 0, 1: 2.0\n")
+
+
+def test_a_stranger_who_takes_a_ranks_place_is_not_heard(kernel, run, tmp_path):
     patience(kernel, grace=0.5)
-    assert "rank 0: Stranger: " in run(STRANGER).error
-    kernel.run("%dist_shutdown")
+    error = run(f"numbers, flag = range(8), {str(tmp_path / 'first')!r}\n{STRANGER}").error
+    assert "rank 0: RuntimeError" in error and "Connection closed" in error
 
 
 def test_the_command_line_tells_nothing(kernel, run):

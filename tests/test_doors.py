@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from zero1_helpers.ranks import doors
+from zero1_helpers.measure import doors
 
 
 @pytest.fixture
@@ -44,21 +44,25 @@ def test_a_server_that_no_event_loop_watches_is_not_gloos(door):
     connect(door)
 
 
-def check(door, others):
+def cut(door, others) -> list[str]:
     """The check of rank 0 of two, when rank 1 reports these connections."""
     store = dist.HashStore()
     store.set("sockets/1", json.dumps(others))
-    doors.check_connections(0, 2, store, {door.getsockname()}, doors.sockets()[1])
+    return doors.cut_strangers(0, 2, store, {door.getsockname()}, doors.sockets()[1])
 
 
-def test_a_connection_that_no_rank_has_made_is_refused(door):
+def test_a_connection_that_no_rank_has_made_is_cut(door):
     client, accepted = connect(door)
+    stranger, its_end = connect(door)
     other = socket.create_server(("127.0.0.1", 0))
     unrelated = connect(other)  # to a server that is not the group's
-    with client, accepted, other, unrelated[0], unrelated[1]:
-        check(door, [(client.getsockname(), door.getsockname())])
-        with pytest.raises(doors.Stranger):
-            check(door, [])
+    with client, accepted, stranger, its_end, other, unrelated[0], unrelated[1]:
+        made = [(client.getsockname(), door.getsockname())]
+        assert cut(door, made) == ["127.0.0.1:{}".format(stranger.getsockname()[1])]
+        assert stranger.recv(1) == b"" and its_end.fileno() >= 0
+        for end, peer in ((client, accepted), unrelated):
+            end.sendall(b"x")
+            assert peer.recv(1) == b"x"
 
 
 def test_no_descriptor_is_left_open_by_looking(door):

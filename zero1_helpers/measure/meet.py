@@ -4,7 +4,7 @@
 unpickles what lies there. On a machine with other users that lets any of them run code as you. Here
 
 - the ranks find each other through a file, in a folder that only the user can enter;
-- gloo and NCCL talk over the loopback interface alone;
+- gloo and NCCL talk over the loopback interface alone, and gloo's ports close when all are connected;
 - a rank reads its orders from a pipe that it inherits, and says what went wrong into another one;
 - a rank ends when its parent ends, however that happens.
 
@@ -170,6 +170,9 @@ def group(store, rank: int, ranks: int, *, use_gpus: bool = False, timeout: time
     """
     import torch.distributed as dist
 
+    from zero1_helpers.measure.doors import guard_groups
+
+    guard_groups()
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
     store = dist.FileStore(str(store), ranks)
     backend = _take_a_gpu(rank, ranks) if use_gpus else "gloo"

@@ -89,8 +89,6 @@ class ClusterMagics(DistributedMagic):
 
     _setup_notebook_save_hook = _register_timeline_handlers
 
-    # ---- which cell goes where
-
     def _transform(self, lines: list[str]) -> list[str]:
         return route(lines, self._distributed_mode_active)
 

@@ -31,9 +31,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from zero1_helpers.measure.doors import guard_groups
 from zero1_helpers.ranks.cells import Cells
 from zero1_helpers.ranks.describe import describe, describe_stack, place
-from zero1_helpers.ranks.doors import guard_groups
 from zero1_helpers.ranks.messages import Reader, pack
 
 

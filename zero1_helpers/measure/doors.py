@@ -7,12 +7,13 @@ torch has created a group,
 
 1. each rank stops listening (`stop_listening`), because all ranks are connected by then;
 2. each rank writes the addresses of its sockets into the group's store, a file that only this user can
-   read, and compares (`check_connections`): a connection that no other rank has was made by somebody
-   else. Nothing has been received from it yet, and Stranger is raised.
+   read, and compares (`cut_strangers`): a connection that no other rank has was made by somebody else, and
+   is cut. Nothing has been received from it yet. If gloo had taken it for a rank's, the group fails now.
 
 Only this process's own file descriptors are looked at, so neither capabilities nor /proc/net are needed.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -24,18 +25,14 @@ import torch.distributed as dist
 Pair = tuple[tuple, tuple]  # a connection: its address here, and the other end's
 
 
-class Stranger(RuntimeError):
-    """Something that is not a rank of the group has connected to it while it formed."""
-
-
 def guard_groups(note=lambda message: None) -> None:
     """Let every process group that torch creates from now on close its doors.
 
-    note: called with one line that says what could not be closed.
+    note: called with one line about whatever could not be closed, or was cut.
     """
-    create = (
-        dist.distributed_c10d._new_process_group_helper
-    )  # the one place where torch makes groups
+    create = dist.distributed_c10d._new_process_group_helper  # torch makes all groups there
+    if hasattr(create, "guards"):  # by an earlier call
+        return
 
     def guarded(*args, **kwargs):
         before = sockets()[0].keys()
@@ -49,15 +46,21 @@ def guard_groups(note=lambda message: None) -> None:
                         f"gloo still listens at {doors[number]}, because {problem}; "
                         "the connections themselves are checked."
                     )
-            check_connections(group.rank(), group.size(), store, set(doors.values()), pairs)
+            cut = cut_strangers(group.rank(), group.size(), store, {*doors.values()}, pairs)
+            if cut:
+                note(
+                    f"connected from {', '.join(cut[:3])} while a process group formed: a process that "
+                    f"is not one of its {group.size()} ranks. The connections were cut ({len(cut)})."
+                )
         return group, store
 
+    guarded.guards = True
     dist.distributed_c10d._new_process_group_helper = guarded
 
 
-def sockets() -> tuple[dict[int, tuple], list[Pair]]:
-    """This process's TCP sockets: the listening ones {file descriptor: address}, and the connected."""
-    listeners, pairs = {}, []
+def sockets() -> tuple[dict[int, tuple], dict[int, Pair]]:
+    """This process's TCP sockets by file descriptor: addresses of the listening ones, and connections."""
+    listeners, pairs = {}, {}
     for number in descriptors():
         try:
             found = socket.socket(fileno=number)
@@ -71,7 +74,7 @@ def sockets() -> tuple[dict[int, tuple], list[Pair]]:
                 if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     listeners[number] = found.getsockname()[:2]
                 else:
-                    pairs.append((found.getsockname()[:2], found.getpeername()[:2]))
+                    pairs[number] = (found.getsockname()[:2], found.getpeername()[:2])
         except OSError:
             pass  # not connected
         finally:
@@ -121,22 +124,27 @@ def registered(loop: int, descriptor: int) -> bool:
     return True
 
 
-def check_connections(rank: int, size: int, store, doors: set[tuple], pairs: list[Pair]) -> None:
-    """Raise Stranger if a connection to one of these doors was not made by a rank of the group.
+def cut_strangers(
+    rank: int, size: int, store, doors: set[tuple], pairs: dict[int, Pair]
+) -> list[str]:
+    """End the connections to these doors that no rank of the group has made. Returns their addresses.
 
-    doors: addresses at which this rank listened.  pairs: its connections.  store: the group's, shared
-    by ranks 0 to size - 1, each of which calls this.
+    doors: addresses at which this rank listened.  pairs: its connections, by file descriptor.
+    store: the group's, shared by ranks 0 to size - 1, each of which calls this.
     """
-    store.set(f"sockets/{rank}", json.dumps(pairs))
+    store.set(f"sockets/{rank}", json.dumps([*pairs.values()]))
     made = {
         (tuple(theirs), tuple(ours))
         for other in range(size)
         if other != rank
         for theirs, ours in json.loads(store.get(f"sockets/{other}"))
     }
-    for ours, theirs in pairs:
+    cut = []
+    for number, (ours, theirs) in pairs.items():
         if ours in doors and (theirs, ours) not in made:
-            raise Stranger(
-                f"a process that is not one of the {size} ranks connected from "
-                f"{theirs[0]}:{theirs[1]} while the process group formed"
-            )
+            stranger = socket.socket(fileno=number)
+            with contextlib.suppress(OSError):  # it has left by itself
+                stranger.shutdown(socket.SHUT_RDWR)
+            stranger.detach()  # gloo closes it
+            cut.append(f"{theirs[0]}:{theirs[1]}")
+    return cut
