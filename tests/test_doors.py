@@ -58,7 +58,7 @@ def test_a_connection_that_no_rank_has_made_is_cut(door):
     unrelated = connect(other)  # to a server that is not the group's
     with client, accepted, stranger, its_end, other, unrelated[0], unrelated[1]:
         made = [(client.getsockname(), door.getsockname())]
-        assert cut(door, made) == ["127.0.0.1:{}".format(stranger.getsockname()[1])]
+        assert cut(door, made) == [f"127.0.0.1:{stranger.getsockname()[1]}"]
         assert stranger.recv(1) == b"" and its_end.fileno() >= 0
         for end, peer in ((client, accepted), unrelated):
             end.sendall(b"x")
