@@ -31,7 +31,7 @@ help:
 	@echo "make record     record the runs again: RECORD_PRESET=$(RECORD_PRESET) RANKS=$(RANKS)"
 	@echo "make bench      race all variants against torch's own: benchmarks/RESULTS.md"
 	@echo "make notebooks  refresh the committed notebooks from notebooks/percent/"
-	@echo "make readme     the README's picture and results table, from traces/"
+	@echo "make readme     the README's badges, picture and results table, from pyproject.toml and traces/"
 	@echo "make lint       ruff"
 	@echo "make hooks      check before each commit (pre-commit)"
 
@@ -72,6 +72,7 @@ bench: install
 
 readme: install
 	@$(PY) tools/refresh_readme.py
+	@$(PY) tools/one_click.py --write
 
 notebooks: install
 	@$(PY) tools/run_notebooks.py --in-place

@@ -11,27 +11,28 @@ import time
 import psutil
 
 
-def memory(parent: psutil.Process) -> tuple[int, int]:
-    """Bytes now, and the number of processes."""
+def memory(parent: psutil.Process) -> list[int]:
+    """Bytes of each process now, the largest first."""
     found = []
     for process in [parent, *parent.children(recursive=True)]:
         try:
             found.append(process.memory_full_info().pss)
         except psutil.Error:  # it has ended
             continue
-    return sum(found), len(found)
+    return sorted(found, reverse=True)
 
 
 def main() -> int:
     run = psutil.Popen(sys.argv[1:])
-    peak, when, began = (0, 0), 0.0, time.monotonic()
+    peak, when, began = [], 0.0, time.monotonic()
     while run.poll() is None:
-        if (now := memory(run)) > peak:
+        now = memory(run)
+        if sum(now) > sum(peak):
             peak, when = now, time.monotonic() - began
         time.sleep(0.2)
     print(
-        f"at most {peak[0] / 1e9:.2f} GB in {peak[1]} processes, {when:.0f} s after the start; "
-        f"exit status {run.returncode}"
+        f"at most {sum(peak) / 1e9:.2f} GB in {len(peak)} processes, {when:.0f} s after the start: "
+        + " + ".join(f"{size / 1e9:.2f}" for size in peak)
     )
     return run.returncode
 

@@ -1,4 +1,4 @@
-"""`zero1`, or `python -m zero1_helpers`: record | figures | report | view | export-trace | plan."""
+"""`zero1`, or `python -m zero1_helpers`: record | figures | report | view | export-trace | plan | doctor."""
 
 import argparse
 import os
@@ -100,6 +100,9 @@ def parse(argv):
                       help="a rank's, per second (default: 4e14, 40%% of an H100's bf16)")  # fmt: skip
     plan.add_argument("--tensors", type=int, default=300, help="default: %(default)s")
     plan.set_defaults(run=run_plan)
+
+    doctor = commands.add_parser("doctor", help="is this machine ready? one line for each question")
+    doctor.set_defaults(run=run_doctor)
     return parser.parse_args(argv)
 
 
@@ -227,3 +230,9 @@ def run_report(args) -> int:
 
     print(report(map(load_run, recorded(args.runs))))
     return 0
+
+
+def run_doctor(args) -> int:
+    from zero1_helpers.ranks.doctor import doctor
+
+    return not doctor()
