@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import nn
 
 from zero1_helpers import ShardedOptimizer, SimpleDDPBucketAsync, ZeROOne, checkpoint
@@ -140,8 +141,10 @@ def elements_moved(rank, world_size, name, folder):
     (saved,), (_, loaded) = plans["Writer"], plans["Reader"]
     wrote = {"elements": 0, "model": 0}
     for item in saved:
-        if item.index.fqn.split("/")[0] in wrote:
-            wrote[item.index.fqn.split("/")[0]] += item.tensor_data.chunk.sizes.numel()
+        if item.index.fqn.startswith("elements/"):
+            wrote["elements"] += item.tensor_data.chunk.sizes.numel()
+    weights = safe_open(f"{folder}/model-{rank + 1:05}-of-{world_size:05}.safetensors", "pt")
+    wrote["model"] = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118
     read = sum(item.lengths.numel() for item in loaded if item.dest_index.fqn.startswith("elements/"))
     return held, wrote["elements"], read, wrote["model"]
 
@@ -153,7 +156,7 @@ def test_each_rank_writes_and_reads_its_shard_and_nothing_is_collected(ranks, tm
     for held, written, read, model in found:
         assert held == written == read and model < whole
     assert [sum(column) for column in zip(*found, strict=True)] == [2 * whole, 2 * whole, 2 * whole, whole]
-    assert len(list(tmp_path.glob("*.distcp"))) == 4
+    assert len(list(tmp_path.glob("*.distcp"))) == len(list(tmp_path.glob("*.safetensors"))) == 4
 
 
 class Wider(MLP):

@@ -531,12 +531,15 @@ def into_whole_parameters(rank, world_size, folder):
     """A class without master copies takes what it has a use for."""
     model = Whole()
     optimizer = ZeROOne(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    checkpoint.load_checkpoint(folder, model, optimizer)
+    with pytest.raises(ValueError, match="float32 in the checkpoint and bfloat16 here"):
+        checkpoint.load_checkpoint(folder, model, optimizer)
+    checkpoint.load_checkpoint(folder, model, optimizer, cast=True)
     for p, entry in optimizer.state.items():
         assert set(entry) == {"step", "exp_avg", "exp_avg_sq"} and entry["exp_avg"].dtype == p.dtype
     checkpoint.save_checkpoint(f"{folder}-whole", model, optimizer)
     wrapped, flat_one = pair(model, torch.optim.AdamW, lr=1e-3)
-    checkpoint.load_checkpoint(f"{folder}-whole", wrapped, flat_one)  # and back: master copies of the weights
+    # and back: master copies of the weights
+    checkpoint.load_checkpoint(f"{folder}-whole", wrapped, flat_one, cast=True)
     for p, piece, begin in checkpoint.shard_of(model, flat_one).values():
         assert piece.dtype == torch.float32 == flat_one.state[piece]["exp_avg"].dtype
         assert torch.equal(piece, p.detach().float().flatten()[begin : begin + len(piece)])

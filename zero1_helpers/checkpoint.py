@@ -11,27 +11,30 @@ elements, in the order of its memory, and a rank writes and reads its pieces of 
 
 import os
 from collections import defaultdict
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from zero1_helpers.checkpoint_files import (
+    DataReader,
+    Piece,
+    Writer,
+    check_data,
+    fits_safetensors,
+    load_dcp,
+    load_weights,
+    room_for,
+    save_weights,
+)
+from zero1_helpers.checks import watchers_of
 from zero1_helpers.ddp import SimpleDDP
 from zero1_helpers.flat import FlatShardedOptimizer
 from zero1_helpers.flat_bucket import MASTER
 from zero1_helpers.memory_math import is_counter
-from zero1_helpers.partition import pieces_of
+from zero1_helpers.partition import by_bytes, pieces_of
 from zero1_helpers.stepping import instead
 from zero1_helpers.zero import ZeROOne
 
@@ -45,56 +48,77 @@ KERNELS = ("fused", "foreach")  # settings of a group that belong to this run, n
 
 def save_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer, extra=None) -> None:
     """Write model, optimizer and `extra` (rank 0's: the scheduler's state, the step) to a folder that all
-    ranks see. Each rank writes its shard of the state and a share of the model; nothing is collected.
-    Until its file is complete DCP keeps a copy on the CPU of what had to be copied: at most that part.
+    ranks see. Each rank writes its shard of the state and a share of the weights; nothing is collected.
+    Until a file is complete a rank keeps a copy on the CPU of what it writes: at most that part.
 
-    DCP writes `.metadata` last, under another name first. Without it there is no checkpoint, so
-    one that was interrupted is never loaded; a complete one is never written over: FileExistsError.
+    Weights are safetensors, and the rest is DCP's. `extra` is data: tensors, numbers, strings, lists, dicts;
+    ValueError if it is more. `.metadata` is written last, under another name first. Without it there is no
+    checkpoint, so one that was interrupted is never loaded; a complete one is never written over:
+    FileExistsError. A step that is torn (backward raised) is not saved: RuntimeError.
     """
     there = Path(folder, ".metadata").exists()
     _together(FileExistsError(f"there is a checkpoint in {folder} already") if there else None, optimizer)
     module = _bare(model)
-    shard = shard_of(module, optimizer)
-    first = not dist.is_initialized() or dist.get_rank(_group(optimizer)) == 0
-    values = {"about": _about(module, optimizer), "extra": extra} if first else {}
-    buffers, pieces = {name for name, _ in module.named_buffers()}, {}
-    for key, value in module.state_dict().items():
-        if first or key not in buffers:  # ranks may differ in them, and rank 0's count
-            values[f"model/{key}"] = value
+    torn = next((why for wrapper in _wrappers(module) if (why := wrapper.torn())), None)
+    _together(RuntimeError(why) if (why := torn) else None, optimizer)
+    shard, state_dict = shard_of(module, optimizer), module.state_dict()
+    rank, ranks = _place(optimizer)
+    values = {"about": _about(module, optimizer), "extra": extra} if rank == 0 else {}
+    weights = {key: value for key, value in state_dict.items() if fits_safetensors(value)}
+    if rank == 0:
+        values |= {f"model/{key}": value for key, value in state_dict.items() if key not in weights}
+    pieces = {}
     for name, (p, here, start) in shard.items():
         for key, value in optimizer.state.get(here, {}).items():
             if _is_split(key, value, here):
                 pieces[f"elements/{key}/{name}"] = Piece(_row(value, here), start, p.numel())
             else:
                 values[f"value/{key}/{name}"] = value
+    _together(check_data({k: v for k, v in values.items() if not isinstance(v, Tensor)}), optimizer)
+    # Ranks may differ in buffers, and rank 0's count.
+    buffers = {name for name, _ in module.named_buffers()}
+    shares = dict(zip(weights, by_bytes(list(weights.values()), ranks), strict=True))
+    shares |= dict.fromkeys(buffers & set(shares), 0)
+    _together(_failure(save_weights, folder, weights, shares, rank, ranks), optimizer)
     writer = dcp.FileSystemWriter(folder, overwrite=False)
     dcp.save(values, storage_writer=writer, planner=Writer(pieces), process_group=_group(optimizer))
 
 
-def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer):
+def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer, cast: bool = False):
     """Take model and optimizer from a checkpoint of any of the classes and any number of ranks; returns
-    `extra`. Each rank reads its shard of the state, which it holds once, and the model.
+    `extra`. Each rank reads its shard of the state, which it holds once, and the weights.
 
-    Settings of the groups (lr and so on) are the saved ones, kernels (fused, foreach) those of this run.
-    FileNotFoundError if there is no complete checkpoint, ValueError if it is of another model, kind of
-    optimizer or split in groups; on all ranks, and before anything is changed.
+    Nothing in the files is run: see `checkpoint_files`. Settings of the groups (lr and so on) are the saved
+    ones, kernels (fused, foreach) those of this run. FileNotFoundError if there is no complete checkpoint,
+    ValueError if it is of another model, kind of optimizer, dtype or split in groups, or not only data; on
+    all ranks, and before anything is changed. `cast=True` allows other dtypes: each number is then rounded
+    to the dtype that it has here. A torn step is over with this.
     """
-    reader, group, missing = dcp.FileSystemReader(folder), _group(optimizer), None
+    reader, group = DataReader(folder), _group(optimizer)
+    module = _bare(model)
+    for wrapper in _wrappers(module):
+        if wrapper.torn():
+            wrapper.abandon_step()
+    stored, error = None, None
     try:
         stored = reader.read_metadata().state_dict_metadata
     except FileNotFoundError:
-        missing = FileNotFoundError(f"there is no complete checkpoint in {folder}")
-    _together(missing, optimizer)
+        error = FileNotFoundError(f"there is no complete checkpoint in {folder}")
+    except ValueError as found:
+        error = found
+    _together(error, optimizer)
     values = {"about": None, "extra": None}
-    dcp.load(values, storage_reader=reader, planner=Reader({}), process_group=group)
+    load_dcp(values, reader, {}, group)
     about, extra = values["about"], values["extra"]
-    module = _bare(model)
-    shard = shard_of(module, optimizer)
-    _together(_difference(stored, about, module, optimizer), optimizer)
+    if not isinstance(about, dict) or not {"optimizer", "groups", "strides", "dtypes"} <= set(about):
+        raise ValueError(f"{folder} is a checkpoint of another program")  # the same on all ranks
+    shard, weights = shard_of(module, optimizer), {}
+    error = _failure(lambda: weights.update(load_weights(folder)))
+    _together(error or _difference(weights, stored, about, module, optimizer, cast), optimizer)
 
     optimizer.state.clear()  # never twice in memory
     flat = isinstance(optimizer, FlatShardedOptimizer)
-    values = {f"model/{key}": value for key, value in module.state_dict().items()}
+    values = {f"model/{k}": v for k, v in module.state_dict().items() if k not in weights}
     pieces, entries = {}, defaultdict(dict)
     for path, saved in stored.items():
         kind, _, rest = path.partition("/")
@@ -103,27 +127,30 @@ def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer):
             continue
         p, here, start = shard[name]
         if kind == "elements":
-            entries[here][key] = torch.empty_like(here, dtype=saved.properties.dtype)
+            entries[here][key] = room_for(saved, here)
             pieces[path] = Piece(_row(entries[here][key], here), start, p.numel())
         else:
-            is_tensor = isinstance(saved, TensorStorageMetadata)
-            values[path] = torch.empty(saved.size, dtype=saved.properties.dtype) if is_tensor else None
-    dcp.load(values, storage_reader=reader, planner=Reader(pieces), process_group=group)
+            values[path] = room_for(saved)
+    load_dcp(values, reader, pieces, group)
     for path, value in values.items():
         if path.startswith("value/"):
             _, key, name = path.split("/", 2)
             entries[shard[name][1]][key] = value
-    module.load_state_dict({key: values[f"model/{key}"] for key in module.state_dict()})
+    objects = {path[6:]: value for path, value in values.items() if path.startswith("model/")}
+    module.load_state_dict(weights | objects)
     for bucket in optimizer.buckets if flat else ():
         for p, piece in bucket.pieces.items():
             if piece in entries:
                 bucket.take_master(p, entries[piece])
-    _give(optimizer, {p: here for p, here, _ in shard.values()}, about["groups"], entries)
+    _give(optimizer, {p: here for p, here, _ in shard.values()}, about["groups"], entries, cast)
     return extra
 
 
-def _give(optimizer, pieces, groups, entries) -> None:
-    """Hand an optimizer its state through its own load_state_dict, which knows dtypes and devices."""
+def _give(optimizer, pieces, groups, entries, cast: bool) -> None:
+    """Hand an optimizer its state through its own load_state_dict, which knows devices.
+
+    That would also give each entry the dtype of its parameter, whatever the optimizer itself keeps.
+    """
     inner = getattr(optimizer, "optimizer", optimizer)
     with instead(inner, pieces):
         shown = [p for group in inner.param_groups for p in group["params"]]
@@ -133,6 +160,10 @@ def _give(optimizer, pieces, groups, entries) -> None:
             saved.append(group | settings | kernels | {"params": [numbers[p] for p in group["params"]]})
         state = {numbers[p]: entry for p, entry in entries.items()}
         inner.load_state_dict({"state": state, "param_groups": saved})
+        for p, entry in entries.items() if not cast else ():
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and inner.state[p][key].dtype != value.dtype:
+                    inner.state[p][key] = value.to(p.device)
     optimizer.param_groups, optimizer.state = inner.param_groups, inner.state
 
 
@@ -160,26 +191,43 @@ def shard_of(module: nn.Module, optimizer) -> dict[str, tuple[Tensor, Tensor, in
 
 def _about(module: nn.Module, optimizer) -> dict:
     names = {p: name for name, p in module.named_parameters()}
+    of_state = _state_dtypes(optimizer)
     return {
         "optimizer": type(getattr(optimizer, "optimizer", optimizer)).__name__,
         "groups": [g | {"params": [names[p] for p in g["params"]]} for g in optimizer.param_groups],
         "strides": {name: _strides(p) for p, name in names.items()},
-    }
+        "dtypes": {names[p]: str(dtype) for p, dtype in of_state.items()},
+        "model": {k: [list(v.shape), str(v.dtype)] if isinstance(v, Tensor) else None
+                  for k, v in module.state_dict().items()},
+    }  # fmt: skip
 
 
-def _difference(stored: dict, about: dict, module: nn.Module, optimizer) -> ValueError | None:
+def _state_dtypes(optimizer) -> dict[Tensor, torch.dtype]:
+    """In which dtype each parameter is stepped: its own, or a master copy's."""
+    if isinstance(optimizer, FlatShardedOptimizer):
+        return {p: bucket.stepped_in for bucket in optimizer.buckets for p in bucket.params}
+    return {p: p.dtype for group in optimizer.param_groups for p in group["params"]}
+
+
+def _difference(weights, stored, about: dict, module: nn.Module, optimizer, cast: bool) -> ValueError | None:
     """What keeps this checkpoint from being that of this model and optimizer."""
-    here, saved = _about(module, optimizer), {k[6:]: v for k, v in stored.items() if k.startswith("model/")}
+    here = _about(module, optimizer)
     if about["optimizer"] != here["optimizer"]:
         return ValueError(f"the checkpoint is of {about['optimizer']}, the optimizer is {here['optimizer']}")
-    mine = module.state_dict()
+    mine, saved = here["model"], {k[6:]: None for k in stored if k.startswith("model/")}
+    saved |= {key: [list(t.shape), str(t.dtype)] for key, t in weights.items()}
     for name in [*mine, *saved]:
         if name not in saved or name not in mine:
             has, lacks = ("model", "checkpoint") if name in mine else ("checkpoint", "model")
             return ValueError(f"the {has} has {name}, the {lacks} has not")
-        if isinstance(mine[name], Tensor) and saved[name].size != mine[name].shape:
-            shapes = tuple(saved[name].size), tuple(mine[name].shape)
+        if mine[name] and saved[name] and saved[name][0] != mine[name][0]:
+            shapes = tuple(saved[name][0]), tuple(mine[name][0])
             return ValueError(f"{name} is {shapes[0]} in the checkpoint and {shapes[1]} in the model")
+        if mine[name] and saved[name] and saved[name][1] != mine[name][1] and not cast:
+            return ValueError(_other_dtype(name, saved[name][1], mine[name][1]))
+    for name, dtype in here["dtypes"].items():
+        if not cast and about["dtypes"].get(name, dtype) != dtype:
+            return ValueError(_other_dtype(f"the state of {name}", about["dtypes"][name], dtype))
     for name, strides in here["strides"].items():
         if about["strides"][name] != strides:
             return ValueError(f"{name} has another order in memory than in the checkpoint (channels-last?)")
@@ -191,6 +239,31 @@ def _difference(stored: dict, about: dict, module: nn.Module, optimizer) -> Valu
             f"there {sizes[0]}"
         )
     return None
+
+
+def _other_dtype(what: str, saved: str, here: str) -> str:
+    saved, here = saved.removeprefix("torch."), here.removeprefix("torch.")
+    return f"{what} is {saved} in the checkpoint and {here} here; load_checkpoint(..., cast=True) rounds it"
+
+
+def _failure(function, *args) -> Exception | None:
+    """Its error, for _together."""
+    try:
+        function(*args)
+    except Exception as error:
+        return error
+    return None
+
+
+def _wrappers(module: nn.Module) -> list:
+    return list({id(w): w for p in module.parameters() for w in watchers_of(p)}.values())
+
+
+def _place(optimizer) -> tuple[int, int]:
+    """(rank, how many ranks) of those that save or load together."""
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(_group(optimizer)), dist.get_world_size(_group(optimizer))
 
 
 def _together(error: Exception | None, optimizer) -> None:
@@ -218,58 +291,6 @@ def _row(t: Tensor, like: Tensor) -> Tensor:
     if t.stride() != _strides(like):
         t = torch.empty_like(like, dtype=t.dtype).copy_(t)
     return t.as_strided((t.numel(),), (1,), t.storage_offset())
-
-
-@dataclass
-class Piece:
-    """Elements from `start` on, as many as `row` has, of a row of `total`."""
-
-    row: Tensor
-    start: int
-    total: int
-
-    @property
-    def chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size([self.start]), self.row.shape)
-
-    def written(self, path: str) -> WriteItem:
-        about = TensorWriteData(
-            self.chunk, TensorProperties.create_from_tensor(self.row), torch.Size([self.total])
-        )
-        return WriteItem(MetadataIndex(path, self.chunk.offsets), WriteItemType.SHARD, tensor_data=about)
-
-
-class Writer(dcp.DefaultSavePlanner):
-    """DCP's plan, and this rank's pieces."""
-
-    def __init__(self, pieces: dict[str, Piece]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces = pieces
-
-    def create_local_plan(self):
-        plan = super().create_local_plan()
-        items = [piece.written(path) for path, piece in self.pieces.items()]
-        return replace(plan, items=[*plan.items, *items])
-
-    def lookup_object(self, index):
-        return self.pieces[index.fqn].row if index.fqn in self.pieces else super().lookup_object(index)
-
-
-class Reader(dcp.DefaultLoadPlanner):
-    """DCP's plan, and from whichever files hold them, this rank's pieces."""
-
-    def __init__(self, pieces: dict[str, Piece]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces = pieces
-
-    def create_local_plan(self):
-        plan, stored = super().create_local_plan(), self.metadata.state_dict_metadata
-        items = [item for path, piece in self.pieces.items()
-                 for item in create_read_items_for_chunk_list(path, stored[path], [piece.chunk])]  # fmt: skip
-        return replace(plan, items=[*plan.items, *items])
-
-    def lookup_tensor(self, index):
-        return self.pieces[index.fqn].row if index.fqn in self.pieces else super().lookup_tensor(index)
 
 
 # On one rank

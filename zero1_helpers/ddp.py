@@ -134,6 +134,10 @@ class SimpleDDP(nn.Module):
                 return f"the gradient of {self._names[p]} is not averaged yet; call sync_gradients() first"
         return None
 
+    def torn(self) -> str | None:
+        """What is wrong, if this class has begun a step that cannot be ended."""
+        return None
+
     def remove(self) -> None:
         """Leave the model as it was: no hook of this wrapper is left on it."""
         unwatch(self)
@@ -327,4 +331,5 @@ class SimpleDDPBucket(SimpleDDPAsync):
         super().__init__(model, **kwargs)
 
     def flush_bucket(self) -> None:
+        self._check_not_torn()
         self._launch_remaining()

@@ -129,9 +129,7 @@ class ZeROOne(torch.optim.Optimizer):
     def _check_gradients(self) -> None:
         """Raise unless all gradients are averaged: by wrappers, or, if there are none, by somebody."""
         wrappers = {p: watchers_of(p) for p in self.param_to_owner_rank}
-        for wrapper in {id(w): w for of_one in wrappers.values() for w in of_one}.values():
-            if why := wrapper.unfinished():
-                raise RuntimeError(why)
+        self._check_finished()
         if any(wrappers.values()):
             self._check_groups()
             for i, p in enumerate(self.params):
@@ -142,6 +140,11 @@ class ZeROOne(torch.optim.Optimizer):
                     )
         elif not self._compared:
             self._compare_gradients()
+
+    def _check_finished(self) -> None:
+        for wrapper in {id(w): w for p in self.param_to_owner_rank for w in watchers_of(p)}.values():
+            if why := wrapper.unfinished():
+                raise RuntimeError(why)
 
     def _compare_gradients(self) -> None:
         self._compared = True
@@ -262,6 +265,7 @@ class ShardedOptimizer(ZeROOne):
 
     def step(self, closure=None):
         if closure is None and all(p.grad is None or type(p.grad) is TakenGradient for p in self.params):
+            self._check_finished()
             return None
         return super().step(closure)
 
@@ -302,7 +306,7 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
     def _use(self, buckets: Sequence[Bucket]) -> None:
         """Lay out now, between two steps, what the new plan sends together."""
         super()._use(buckets)
-        self.wait_for_broadcasts()
+        self._receive()
         for bucket in self.buckets:
             self.zero1_optimizer.lay_out(bucket.params)
 
@@ -335,14 +339,17 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
 
     def wait_for_broadcasts(self) -> None:
         self._check_not_torn()
-        with on_stream(self._side_stream), phase("receive"):
-            while self._broadcasts:
-                wait(self._broadcasts.pop(0))
-        join(self._side_stream)
+        self._receive()
         drop_taken(self._names)
         if self._stepped:
             self._stepped = False
             self.zero1_optimizer.step()  # nothing is left to step; schedulers and step hooks hear of it
+
+    def _receive(self) -> None:
+        with on_stream(self._side_stream), phase("receive"):
+            while self._broadcasts:
+                wait(self._broadcasts.pop(0))
+        join(self._side_stream)
 
     def abandon_step(self) -> None:
         super().abandon_step()
