@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import nn
 
-from zero1_helpers import ShardedOptimizer, SimpleDDPBucketAsync, ZeROOne, checkpoint
+from zero1_helpers import ShardedOptimizer, SimpleDDPBucketAsync, ZeROOne, checkpoint, checkpoint_files
 from zero1_helpers.memory_math import state_bytes
 
 from .models import MLP, OPTIMIZERS, ChannelsLast, Scalar, Unused, Variant, data, loss_of, make
@@ -125,11 +125,11 @@ def elements_moved(rank, world_size, name, folder):
     variant, plans = built(name, MLP, "adamw"), {}
     train(variant, rank, world_size, range(1))
     with pytest.MonkeyPatch.context() as patch:
-        for cls in (checkpoint.Writer, checkpoint.Reader):
+        for cls in (checkpoint_files.Writer, checkpoint_files.Reader):
             finish = cls.finish_plan
 
             def note(planner, plan, finish=finish):
-                if isinstance(planner, checkpoint.Reader) and planner.pieces:
+                if isinstance(planner, checkpoint_files.Reader) and planner.pieces:
                     assert not variant.optimizer.state, "never twice in memory"
                 plans.setdefault(type(planner).__name__, []).append(plan.items)
                 return finish(planner, plan)

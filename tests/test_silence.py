@@ -179,10 +179,11 @@ def clipped_by_torch(rank, world_size):
         variant = Variant(name, make(MLP), SGD, lr=0.1)
         for step in range(2):
             backward(variant, rank, world_size, step)
-            for when in (lambda: None, variant.model.wait_for_gradients):
-                when()
-                if name in BEHIND or when is not variant.model.wait_for_gradients:
-                    params = list(variant.model.parameters())
+            params = list(variant.model.parameters())
+            for averaged in (False, True):
+                if averaged:
+                    variant.model.wait_for_gradients()
+                if name in BEHIND or not averaged:
                     refused(lambda: nn.utils.clip_grad_norm_(params, 1.0), "clip.clip_grad_norm_")  # noqa: B023
                     refused(lambda: [p.grad.norm() for p in params if p.grad is not None], "step_in_backward")  # noqa: B023
             variant.finish()
