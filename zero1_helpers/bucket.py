@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zero1_helpers.collectives import wait
 from zero1_helpers.partition import in_buckets
 from zero1_helpers.phases import announce
+from zero1_helpers.streams import keep
 
 
 @dataclass(eq=False)
@@ -68,6 +71,35 @@ class Bucket:
 
     def _split(self) -> Sequence[Tensor]:
         return self.flat.split_with_sizes([*(p.numel() for p in self.params), len(self.params)])
+
+
+_homes = WeakIdKeyDictionary()  # parameter -> the flat tensor that it was settled in
+
+
+def settle(p: Tensor, place: Tensor, flat: Tensor) -> None:
+    """Move p to `place`, a view of `flat` with p's shape.
+
+    As a storage of its own, with these bytes and no more: `torch.save` writes the whole storage of a
+    tensor, and would write all of `flat` for one small layer.
+    """
+    if p.numel():
+        place.copy_(p.detach())
+        keep([p])  # its old memory is not given away before it is copied
+        p.data = from_dlpack(to_dlpack(place))
+        _homes[p] = flat
+
+
+def home(p: Tensor) -> Tensor:
+    """The flat tensor that p still lies in, or p itself."""
+    flat = _homes.get(p)
+    if flat is None or not 0 <= p.data_ptr() - flat.data_ptr() < max(1, flat.nbytes):
+        return p
+    return flat
+
+
+def lies_at(p: Tensor, flat: Tensor, offset: int) -> bool:
+    """Does p begin at this element of `flat`? What has no elements is anywhere."""
+    return not p.numel() or p.data_ptr() == flat.data_ptr() + offset * flat.itemsize
 
 
 def plan_buckets(params: Sequence[Tensor], cap_bytes: float) -> list[Bucket]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zero1_helpers.bucket import TakenGradient, dense
+from zero1_helpers.bucket import TakenGradient, dense, lies_at, settle
 from zero1_helpers.collectives import all_gather, reduce_scatter, wait
 from zero1_helpers.memory_math import is_counter
 from zero1_helpers.partition import Flat, pieces_of, slice_width
@@ -56,8 +56,7 @@ class FlatLayout:
 
     def holds(self, flat: Tensor, p: Tensor) -> bool:
         """Does p still lie where it should?"""
-        same = p.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-        return same and p.storage_offset() == self.views[p][2]
+        return lies_at(p, flat, self.views[p][2])
 
     def cut(self, p: Tensor, value: Tensor) -> Tensor:
         """This rank's piece of a tensor that is one number per element of p."""
@@ -188,7 +187,7 @@ class FlatPieces(FlatGradients):
         super().__init__(params, index, rank, world_size, partition)
         self.weights = params[0].new_zeros(self.layout.shape)
         for p in params:
-            p.data = self.layout.view(self.weights, p).copy_(p)
+            settle(p, self.layout.view(self.weights, p), self.weights)
         self.pieces = {p: nn.Parameter(self._weights_of(p)) for p in self.layout.cuts}
         self.has_master = self.stepped_in != self.weights.dtype
 

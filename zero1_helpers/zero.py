@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero1_helpers.bucket import Bucket, TakenGradient, drop_taken, plan_buckets
+from zero1_helpers.bucket import (
+    Bucket,
+    TakenGradient,
+    drop_taken,
+    home,
+    lies_at,
+    plan_buckets,
+    settle,
+)
 from zero1_helpers.checks import (
     broadcast,
     check_covered,
@@ -29,7 +37,7 @@ from zero1_helpers.ddp import SimpleDDPBucket
 from zero1_helpers.partition import Partition, assign_owners, by_count
 from zero1_helpers.phases import announce, phase
 from zero1_helpers.stepping import as_groups, check_optimizer, only, remade_with
-from zero1_helpers.streams import join, keep, on_stream, side_stream
+from zero1_helpers.streams import join, on_stream, side_stream
 
 is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
@@ -372,16 +380,17 @@ def as_flat(params: Sequence[Tensor]) -> Tensor:
     with `parameters_as_bucket_view`). While they are moved they exist twice.
     """
     *offsets, numel = accumulate((p.numel() for p in params), initial=0)
-    home = params[0].untyped_storage()
-    if home.nbytes() != numel * params[0].itemsize or not all(
-        p.untyped_storage().data_ptr() == home.data_ptr() and p.storage_offset() == offset and is_dense(p)
+    if len(params) == 1 and is_dense(params[0]) and params[0].untyped_storage().nbytes() == params[0].nbytes:
+        return params[0].detach().as_strided((numel,), (1,))
+    flat = home(next((p for p in params if p.numel()), params[0]))
+    if flat.shape != (numel,) or not all(
+        home(p) is flat and lies_at(p, flat, offset) and is_dense(p)
         for p, offset in zip(params, offsets, strict=True)
+        if p.numel()
     ):
-        flat = params[0].new_empty(numel)
+        flat = params[0].detach().new_empty(numel)
         for p, offset in zip(params, offsets, strict=True):
             strides = torch.empty_like(p, device="meta").stride()  # dense, in p's order
-            moved = flat.as_strided(p.shape, strides, offset).copy_(p.detach())
-            keep([p])  # its old memory is not given away before it is copied
-            p.data = moved
-        announce("params", params)
-    return params[0].detach().as_strided((numel,), (1,))
+            settle(p, flat.as_strided(p.shape, strides, offset), flat)
+        announce("params", [flat])
+    return flat
