@@ -43,6 +43,15 @@ def check_plain(tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise ValueError(f"{name} {why}")
 
 
+def check_model(model: nn.Module, wrapper_class: type) -> None:
+    """Raise ValueError unless a model can be wrapped."""
+    for name, part in model.named_modules():
+        if isinstance(part, wrapper_class | nn.parallel.DistributedDataParallel):
+            which = f"{name} of the model" if name else "the model"
+            raise ValueError(f"{which} is a {type(part).__name__} already; wrap its .module")
+    check_plain([*model.named_parameters(), *model.named_buffers()])
+
+
 def check_parameters(params: Sequence[Tensor]) -> None:
     """Raise ValueError unless an optimizer's parameters can be sharded."""
     if len(devices := {str(p.device) for p in params}) > 1:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero1_helpers.bucket import Bucket, dense, plan_buckets
 from zero1_helpers.checks import (
     broadcast_from_rank0,
-    check_plain,
+    check_model,
     check_same_structure,
     check_same_values,
     saved_buffers,
@@ -59,11 +59,7 @@ class SimpleDDP(nn.Module):
             raise RuntimeError(
                 "no process group: run %dist_init, or torch.distributed.init_process_group"
             )
-        for name, part in model.named_modules():
-            if isinstance(part, SimpleDDP | nn.parallel.DistributedDataParallel):
-                which = f"{name} of the model" if name else "the model"
-                raise ValueError(f"{which} is a {type(part).__name__} already; wrap its .module")
-        check_plain([*model.named_parameters(), *model.named_buffers()])
+        check_model(model, SimpleDDP)
         self.module = model
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)

@@ -29,9 +29,10 @@ from zero1_helpers.bucket import drop_taken
 from zero1_helpers.checks import check_covered, check_parameters, members, trainable
 from zero1_helpers.ddp import SimpleDDPBucket
 from zero1_helpers.flat_bucket import MASTER, FlatBucket, check_negative_zero
+from zero1_helpers.lazy_gather import is_compiled
 from zero1_helpers.partition import Flat
 from zero1_helpers.phases import phase
-from zero1_helpers.stepping import as_groups, check_optimizer, instead
+from zero1_helpers.stepping import as_groups, check_optimizer, fastest_kernels, instead
 from zero1_helpers.streams import join, on_stream, side_stream
 
 
@@ -307,18 +308,3 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
             for p, piece in bucket.pieces.items():
                 if entries.get(p):
                     self.state[piece] = bucket.take_state(p, entries[p])
-
-
-def fastest_kernels(optimizer_cls: type[torch.optim.Optimizer], kwargs: dict) -> dict:
-    """kwargs, with fused=True where all devices have such a kernel; what the caller chose is kept."""
-    if {"fused", "foreach", "capturable", "differentiable"} & set(kwargs):
-        return kwargs
-    fused = optimizer_cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-    return kwargs | ({"fused": True} if fused else {})
-
-
-def is_compiled(model: nn.Module) -> bool:
-    return any(
-        isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None
-        for m in model.modules()
-    )
