@@ -1,4 +1,4 @@
-"""ZeRO stage 1 behind the backward pass: a bucket is reduced, stepped and broadcast while the next one fills."""
+"""ZeRO stage 1 behind backward: a bucket is reduced, stepped and broadcast while the next one fills."""
 
 import math
 from collections.abc import Sequence

@@ -392,7 +392,7 @@ print("losses", [round(loss, 3) for loss in losses])
 
 # %%
 from zero1_helpers import SimpleDDP
-from zero1_helpers.ddp import check_same_values
+from zero1_helpers.checks import check_same_values
 from zero1_helpers.training.loop import sync_step
 
 check_same_values(model)  # raises unless all ranks hold the same bits
