@@ -212,14 +212,15 @@ def trainable(model: nn.Module) -> dict[Tensor, str]:
 
 
 def watch(wrapper, names: dict[Tensor, str]) -> None:
-    """From here on `wrapper` averages these gradients. An earlier wrapper of just these is removed.
+    """From here on `wrapper` averages these gradients. An earlier wrapper of the same model is removed.
 
     Hooks of two wrappers on one parameter would take its gradient from each other: ValueError, if they
     overlap in some parameters only.
     """
     earlier = {id(w): w for p in names for w in watchers_of(p)}.values()
     for other in earlier:
-        if set(map(id, other._names)) == set(map(id, names)):
+        same = set(map(id, other._names)) == set(map(id, names))
+        if same or other.module is wrapper.module:
             other.remove()
         elif wrapper.has_hooks or other.has_hooks:
             name = next(name for p, name in names.items() if other in watchers_of(p))

@@ -112,7 +112,6 @@ class SimpleDDP(nn.Module):
                     wrapper._unsynced.discard(p)
 
     def unfinished(self) -> str | None:
-        """Why an optimizer must not step now, if it must not."""
         late = next((self._names[p] for p in self._unsynced if p.grad is not None), None)
         return late and f"the gradient of {late} is not averaged yet; call sync_gradients() first"
 
