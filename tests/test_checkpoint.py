@@ -1,15 +1,26 @@
 """A run saved from N ranks goes on with M, with any of the classes: DCP's files, this project's pieces."""
 
 import copy
+import io
+import json
+import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import nn
 
-from zero1_helpers import ShardedOptimizer, SimpleDDPBucketAsync, ZeROOne, checkpoint
+from zero1_helpers import (
+    ShardedOptimizer,
+    SimpleDDPBucketAsync,
+    ZeROOne,
+    checkpoint,
+    checkpoint_files,
+)
 from zero1_helpers.memory_math import state_bytes
 
 from .models import MLP, OPTIMIZERS, ChannelsLast, Scalar, Unused, Variant, data, loss_of, make
@@ -124,11 +135,11 @@ def elements_moved(rank, world_size, name, folder):
     variant, plans = built(name, MLP, "adamw"), {}
     train(variant, rank, world_size, range(1))
     with pytest.MonkeyPatch.context() as patch:
-        for cls in (checkpoint.Writer, checkpoint.Reader):
+        for cls in (checkpoint_files.Writer, checkpoint_files.Reader):
             finish = cls.finish_plan
 
             def note(planner, plan, finish=finish):
-                if isinstance(planner, checkpoint.Reader) and planner.pieces:
+                if isinstance(planner, checkpoint_files.Reader) and planner.pieces:
                     assert not variant.optimizer.state, "never twice in memory"
                 plans.setdefault(type(planner).__name__, []).append(plan.items)
                 return finish(planner, plan)
@@ -140,8 +151,10 @@ def elements_moved(rank, world_size, name, folder):
     (saved,), (_, loaded) = plans["Writer"], plans["Reader"]
     wrote = {"elements": 0, "model": 0}
     for item in saved:
-        if item.index.fqn.split("/")[0] in wrote:
-            wrote[item.index.fqn.split("/")[0]] += item.tensor_data.chunk.sizes.numel()
+        if item.index.fqn.startswith("elements/"):
+            wrote["elements"] += item.tensor_data.chunk.sizes.numel()
+    weights = safe_open(f"{folder}/model-{rank + 1:05}-of-{world_size:05}.safetensors", "pt")
+    wrote["model"] = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118
     read = sum(item.lengths.numel() for item in loaded if item.dest_index.fqn.startswith("elements/"))
     return held, wrote["elements"], read, wrote["model"]
 
@@ -153,7 +166,7 @@ def test_each_rank_writes_and_reads_its_shard_and_nothing_is_collected(ranks, tm
     for held, written, read, model in found:
         assert held == written == read and model < whole
     assert [sum(column) for column in zip(*found, strict=True)] == [2 * whole, 2 * whole, 2 * whole, whole]
-    assert len(list(tmp_path.glob("*.distcp"))) == 4
+    assert len(list(tmp_path.glob("*.distcp"))) == len(list(tmp_path.glob("*.safetensors"))) == 4
 
 
 class Wider(MLP):
@@ -302,3 +315,136 @@ def test_buffers_and_extra_are_rank_0s(ranks, tmp_path):
     assert resumed == first
     for mine, resumed in others:
         assert resumed == first != mine
+
+
+# Data, and no more than was asked for
+
+
+def saved_bytes(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.tell()
+
+
+def one_layer(rank, world_size):
+    """Bytes that the file of one layer has beside the layer, for each class."""
+    found = {}
+    for name in ("zero1", "zero1-cap", "overlap", "flat", "flat-lazy"):
+        large = [nn.Linear(64, 64) for _ in range(6)]
+        model = nn.ModuleList([nn.Linear(6, 8), *large, nn.Linear(8, 3)]).double()
+        if name == "zero1-cap":
+            ZeROOne(torch.optim.SGD(model.parameters(), lr=0.1), bucket_cap_mb=25)
+        else:
+            Variant(name, model, torch.optim.SGD, lr=0.1)
+        for layer in (model[0], model[-1]):
+            needed = sum(p.nbytes for p in layer.parameters())
+            for value in (layer.state_dict(), layer, layer.weight, list(layer.parameters())):
+                found[name, type(value).__name__] = saved_bytes(value) - needed
+        assert saved_bytes(model.state_dict()) < sum(p.nbytes for p in model.parameters()) + 10_000
+    return found
+
+
+def test_saving_one_layer_saves_one_layer(ranks):
+    for found in ranks(one_layer, 2):
+        assert max(found.values()) < 4000, found
+
+
+def another_dtype(rank, world_size, folder):
+    for saved, here in ((torch.float64, torch.bfloat16), (torch.float32, torch.float64)):
+        for name in ("zero1", "overlap", "flat"):
+            where = f"{folder}/{name}-{saved}"
+            cls, kwargs = OPTIMIZERS["adamw"]
+            before = Variant(name, make(MLP).to(saved), cls, **kwargs)
+            x, y = (t.to(saved) for t in data(0, world_size))
+            loss_of(before.model, x[rank], y[rank]).backward()
+            before.finish()
+            checkpoint.save_checkpoint(where, before.model, before.optimizer)
+            after = Variant(name, make(MLP).to(here), cls, **kwargs)
+            values = [p.detach().clone() for p in after.model.parameters()]
+            words = str(saved)[6:], str(here)[6:], "cast=True"
+            with pytest.raises(ValueError) as caught:
+                checkpoint.load_checkpoint(where, after.model, after.optimizer)
+            assert all(word in str(caught.value) for word in words) and "layers.0.weight" in str(caught.value)
+            assert all(torch.equal(p, v) for p, v in zip(after.model.parameters(), values, strict=True))
+            checkpoint.load_checkpoint(where, after.model, after.optimizer, cast=True)
+            for p, q in zip(after.model.parameters(), before.model.parameters(), strict=True):
+                assert torch.equal(p, q.to(here))
+
+
+class KeepsFloat32(torch.optim.SGD):
+    """Its state is in float32, whatever the parameters are in."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p, dtype=torch.float32))
+                mean.mul_(0.9).add_(p.grad.float(), alpha=0.1)
+                p.sub_((group["lr"] * mean).to(p.dtype))
+
+
+def precise_state(rank, world_size, folder):
+    for name in ("zero1", "flat"):
+        variants = [Variant(name, make(MLP).bfloat16(), KeepsFloat32, lr=0.1) for _ in range(2)]
+        x, y = (t.bfloat16() for t in data(0, world_size))
+        loss_of(variants[0].model, x[rank], y[rank]).backward()
+        variants[0].finish()
+        checkpoint.save_checkpoint(f"{folder}/{name}", variants[0].model, variants[0].optimizer)
+        checkpoint.load_checkpoint(f"{folder}/{name}", variants[1].model, variants[1].optimizer)
+        for a, b in zip(bits(variants[0]), bits(variants[1]), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+        assert all(s["mean"].dtype == torch.float32 for s in variants[1].optimizer.state.values())
+
+
+def test_no_number_is_rounded_unless_asked(ranks, tmp_path):
+    ranks(another_dtype, 2, str(tmp_path))
+    ranks(precise_state, 2, str(tmp_path))
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def foreign(rank, world_size, folder):
+    variant, exploded = built("flat", MLP, "adamw"), Path(folder, "exploded")
+    train(variant, rank, world_size, range(1))
+    checkpoint.save_checkpoint(f"{folder}/good", variant.model, variant.optimizer, {"step": 1})
+    before = bits(variant)
+    for extra in (Bomb(exploded), {"step": [1, Bomb(exploded)]}, torch.nn.Linear(1, 1)):
+        with pytest.raises(ValueError, match="extra is more than"):
+            checkpoint.save_checkpoint(f"{folder}/never", variant.model, variant.optimizer, extra)
+        exploded.unlink(missing_ok=True)  # what made it was this rank's own
+    assert not Path(folder, "never", ".metadata").exists()
+    dist.barrier()
+    if rank == 0:
+        metadata = Path(folder, "good", ".metadata").read_bytes()
+        for name in ("index", "garbage", "escape"):
+            shutil.copytree(f"{folder}/good", f"{folder}/{name}")
+        Path(folder, "index", ".metadata").write_bytes(pickle.dumps([Bomb(exploded)]))
+        Path(folder, "garbage", ".metadata").write_bytes(metadata[: len(metadata) // 2])
+        index = json.loads(Path(folder, "escape", "model.safetensors.index.json").read_text())
+        index["weight_map"] = dict.fromkeys(index["weight_map"], "../good/model-00001-of-00002.safetensors")
+        Path(folder, "escape", "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.MonkeyPatch.context() as patch:  # somebody saves what we would not
+        patch.setattr(checkpoint, "check_data", lambda values: None)
+        checkpoint.save_checkpoint(f"{folder}/bomb", variant.model, variant.optimizer, Bomb(exploded))
+    dist.barrier()
+    for name in ("index", "garbage", "escape", "bomb"):
+        with pytest.raises(ValueError) as caught:
+            checkpoint.load_checkpoint(f"{folder}/{name}", variant.model, variant.optimizer)
+        assert "\n" not in str(caught.value), name
+    dist.barrier()
+    assert not exploded.exists()
+    for a, b in zip(bits(variant), before, strict=True):
+        assert torch.equal(a, b)
+    assert checkpoint.load_checkpoint(f"{folder}/good", variant.model, variant.optimizer) == {"step": 1}
+
+
+def test_what_is_loaded_is_data_and_runs_nothing(ranks, tmp_path):
+    ranks(foreign, 2, str(tmp_path))

@@ -17,6 +17,7 @@ from zero1_helpers import (
     get_profiler,
     phases,
 )
+from zero1_helpers.bucket import home
 from zero1_helpers.collectives import reduce_scatter
 from zero1_helpers.memory_math import bytes_sent, nbytes, predict, state_bytes
 from zero1_helpers.partition import Flat, pieces_of, slice_width
@@ -145,7 +146,8 @@ def held(rank, world_size):
             for asked, more in ((cls, kwargs), (optimizer, {})):
                 predicted = predict(model, asked, world_size, optimizer.partition, **more)[rank]
                 assert state_bytes(optimizer) == (predicted.opt_state, predicted.counters)
-            storages = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in model.parameters())}
+            homes = [home(p).untyped_storage() for p in model.parameters()]
+            storages = {s.data_ptr(): s.nbytes() for s in homes}
             assert sum(storages.values()) == predicted.params
             found.append(predicted.opt_state)
     return found, [predict(make(m), c, **k)[0].opt_state for m in (MLP, Scalar, Unused)

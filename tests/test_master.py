@@ -17,6 +17,7 @@ from zero1_helpers import (
     flat_bucket,
     get_profiler,
 )
+from zero1_helpers.bucket import home
 from zero1_helpers.memory_math import RECIPES, model_states, nbytes, predict, state_bytes
 from zero1_helpers.partition import Flat
 from zero1_helpers.training.loop import flush_wait_step
@@ -253,7 +254,7 @@ def mixed(rank, world_size):
         for p, piece in bucket.pieces.items():
             assert piece.dtype == torch.float32
             assert (MASTER in optimizer.state[piece]) == (p.dtype == torch.bfloat16)
-            assert (piece.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()) == (
+            assert (piece.untyped_storage().data_ptr() == home(p).untyped_storage().data_ptr()) == (
                 p.dtype == torch.float32
             )
     predicted = predict(model, optimizer, world_size, optimizer.partition)[rank]
@@ -364,7 +365,8 @@ def held(rank, world_size):
             for asked, more in ((cls, kwargs), (optimizer, {})):
                 predicted = predict(model, asked, world_size, optimizer.partition, **more)[rank]
                 assert state_bytes(optimizer) == (predicted.opt_state, predicted.counters)
-            storages = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in model.parameters())}
+            homes = [home(p).untyped_storage() for p in model.parameters()]
+            storages = {s.data_ptr(): s.nbytes() for s in homes}
             assert sum(storages.values()) == predicted.params
             numel = sum(p.numel() for p in model.parameters())
             whole.append((cls.__name__, bool(kwargs.get("momentum")), predicted.opt_state, numel))
@@ -531,12 +533,15 @@ def into_whole_parameters(rank, world_size, folder):
     """A class without master copies takes what it has a use for."""
     model = Whole()
     optimizer = ZeROOne(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    checkpoint.load_checkpoint(folder, model, optimizer)
+    with pytest.raises(ValueError, match="float32 in the checkpoint and bfloat16 here"):
+        checkpoint.load_checkpoint(folder, model, optimizer)
+    checkpoint.load_checkpoint(folder, model, optimizer, cast=True)
     for p, entry in optimizer.state.items():
         assert set(entry) == {"step", "exp_avg", "exp_avg_sq"} and entry["exp_avg"].dtype == p.dtype
     checkpoint.save_checkpoint(f"{folder}-whole", model, optimizer)
     wrapped, flat_one = pair(model, torch.optim.AdamW, lr=1e-3)
-    checkpoint.load_checkpoint(f"{folder}-whole", wrapped, flat_one)  # and back: master copies of the weights
+    # and back: master copies of the weights
+    checkpoint.load_checkpoint(f"{folder}-whole", wrapped, flat_one, cast=True)
     for p, piece, begin in checkpoint.shard_of(model, flat_one).values():
         assert piece.dtype == torch.float32 == flat_one.state[piece]["exp_avg"].dtype
         assert torch.equal(piece, p.detach().float().flatten()[begin : begin + len(piece)])

@@ -1,5 +1,8 @@
 """An optimizer that a class would step wrongly is refused when the class is made; the others train alike."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -99,3 +102,19 @@ def test_what_is_taken_trains_as_in_one_process(ranks):
     for worst in ranks(trained, 2):
         assert len(worst) == 3 * len(TORCHS) + 7
         assert max(worst.values()) <= 1e-9, worst
+
+
+def test_every_line_of_which_class_names_a_test():
+    here = Path(__file__).parent
+    tests = {name for f in here.glob("test_*.py") for name in re.findall(r"def (test_\w+)", f.read_text())}
+    rows = [
+        line.split("|")[1:-1]
+        for line in (here.parent / "docs" / "which-class.md").read_text().splitlines()
+        if line.startswith("| ") and not line.endswith("| test |")
+    ]
+    assert len(rows) > 25
+    last = set()
+    for row in rows:
+        named = last if row[-1].strip() == "the same" else set(re.findall(r"`(test_\w+)`", row[-1]))
+        assert named and named <= tests, row
+        last = named

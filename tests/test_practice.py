@@ -15,6 +15,7 @@ from zero1_helpers import (
     ZeROOne,
     checkpoint,
     clip,
+    shards,
 )
 from zero1_helpers.memory_math import state_bytes
 
@@ -153,7 +154,7 @@ def saved_in_pieces(rank, world_size, name):
     variant.finish()
     real = dist.broadcast
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "CHUNK", 10)
+        patch.setattr(shards, "CHUNK", 10)
         patch.setattr(dist, "broadcast", lambda t, *a, **k: sizes.append(t.numel()) or real(t, *a, **k))
         whole = checkpoint.full_state_dict(variant.optimizer)
     patched = checkpoint.full_state_dict(variant.optimizer)

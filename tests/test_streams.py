@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter, clip, flat, streams, zero
+from zero1_helpers import FlatShardedOptimizer, SimpleDDPReduceScatter, clip, flat, overlap, streams
 
 from .models import VARIANTS, UnusedOnSomeRanks, Variant, data, loss_of, make
 from .streams import Stream, Work, pretend_gpu
@@ -80,7 +80,7 @@ def nothing_is_kept():
 
 @contextmanager
 def no_join():
-    with replaced(flat, "join", lambda stream: None), replaced(zero, "join", lambda stream: None):
+    with replaced(flat, "join", lambda stream: None), replaced(overlap, "join", lambda stream: None):
         yield
 
 

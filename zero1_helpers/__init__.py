@@ -11,7 +11,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 _HOME = {  # public name: its module. A module is imported when one of its names is first used.
     **dict.fromkeys(("SimpleDDP", "SimpleDDPAsync", "SimpleDDPBucket"), "ddp"),
-    **dict.fromkeys(("ShardedOptimizer", "SimpleDDPBucketAsync", "ZeROOne"), "zero"),
+    **dict.fromkeys(("ShardedOptimizer", "ZeROOne"), "zero"),
+    "SimpleDDPBucketAsync": "overlap",
     **dict.fromkeys(("FlatShardedOptimizer", "SimpleDDPReduceScatter"), "flat"),
     **dict.fromkeys(("by_bytes", "by_count"), "partition"),
     "get_memory_timeline": "report.frames",

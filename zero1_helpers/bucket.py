@@ -2,14 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zero1_helpers.collectives import wait
 from zero1_helpers.partition import in_buckets
 from zero1_helpers.phases import announce
+from zero1_helpers.streams import keep
 
 
 @dataclass(eq=False)
@@ -68,6 +72,60 @@ class Bucket:
 
     def _split(self) -> Sequence[Tensor]:
         return self.flat.split_with_sizes([*(p.numel() for p in self.params), len(self.params)])
+
+
+is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
+_homes = WeakIdKeyDictionary()  # parameter -> the flat tensor that it was settled in
+
+
+def settle(p: Tensor, place: Tensor, flat: Tensor) -> None:
+    """Move p to `place`, a view of `flat` with p's shape.
+
+    As a storage of its own, with these bytes and no more: `torch.save` writes the whole storage of a
+    tensor, and would write all of `flat` for one small layer.
+    """
+    if p.numel():
+        place.copy_(p.detach())
+        keep([p])  # its old memory is not given away before it is copied
+        p.data = from_dlpack(to_dlpack(place))
+        _homes[p] = flat
+
+
+def home(p: Tensor) -> Tensor:
+    """The flat tensor that p still lies in, or p itself."""
+    flat = _homes.get(p)
+    if flat is None or not 0 <= p.data_ptr() - flat.data_ptr() < max(1, flat.nbytes):
+        return p
+    return flat
+
+
+def lies_at(p: Tensor, flat: Tensor, offset: int) -> bool:
+    """Does p begin at this element of `flat`? What has no elements is anywhere."""
+    return not p.numel() or p.data_ptr() == flat.data_ptr() + offset * flat.itemsize
+
+
+def as_flat(params: Sequence[Tensor]) -> Tensor:
+    """The memory of parameters of one dtype, as one flat tensor of shape (sum of numel,).
+
+    They fill it end to end, each with its own strides. If they do not yet, they are moved there. So
+    nothing has to be packed or unpacked, and no buffer is needed (as in torch's ZeroRedundancyOptimizer
+    with `parameters_as_bucket_view`). While they are moved they exist twice.
+    """
+    *offsets, numel = accumulate((p.numel() for p in params), initial=0)
+    if len(params) == 1 and is_dense(params[0]) and params[0].untyped_storage().nbytes() == params[0].nbytes:
+        return params[0].detach().as_strided((numel,), (1,))
+    flat = home(next((p for p in params if p.numel()), params[0]))
+    if flat.shape != (numel,) or not all(
+        home(p) is flat and lies_at(p, flat, offset) and is_dense(p)
+        for p, offset in zip(params, offsets, strict=True)
+        if p.numel()
+    ):
+        flat = params[0].detach().new_empty(numel)
+        for p, offset in zip(params, offsets, strict=True):
+            strides = torch.empty_like(p, device="meta").stride()  # dense, in p's order
+            settle(p, flat.as_strided(p.shape, strides, offset), flat)
+        announce("params", [flat])
+    return flat
 
 
 def plan_buckets(params: Sequence[Tensor], cap_bytes: float) -> list[Bucket]:

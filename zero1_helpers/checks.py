@@ -20,6 +20,16 @@ CHUNK = 2**20  # elements that a checksum is made of at a time
 SENT_AS_THEY_ARE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
                     torch.int8, torch.uint8, torch.bool}  # fmt: skip
 
+TORN = (
+    "the last backward did not come to its end, so this step is torn: some gradients are on their way or "
+    "stepped, others never came. Load a checkpoint, or call abandon_step() on every rank"
+)
+FORWARD_TOO_EARLY = (
+    "forward before the gradients of the last backward were finished; call wait_for_gradients() first, if "
+    "that backward was this model's own. If another model's loss went through this one (a generator's), run "
+    "that backward under this wrapper's no_sync() and drop its gradients by zero_grad()"
+)
+
 
 # One tensor
 
@@ -41,6 +51,17 @@ def check_plain(tensors: Iterable[tuple[str, Tensor]]) -> None:
         else:
             continue
         raise ValueError(f"{name} {why}")
+
+
+def check_model(model: nn.Module, wrapper_class: type) -> None:
+    """Raise ValueError unless a model can be wrapped, RuntimeError if there are no ranks yet."""
+    if not dist.is_initialized():
+        raise RuntimeError("no process group: run %dist_init, or torch.distributed.init_process_group")
+    for name, part in model.named_modules():
+        if isinstance(part, wrapper_class | nn.parallel.DistributedDataParallel):
+            which = f"{name} of the model" if name else "the model"
+            raise ValueError(f"{which} is a {type(part).__name__} already; wrap its .module")
+    check_plain([*model.named_parameters(), *model.named_buffers()])
 
 
 def check_parameters(params: Sequence[Tensor]) -> None:
@@ -123,6 +144,15 @@ def check_same_values(model: nn.Module, process_group=None) -> None:
         )
 
 
+def start_equal(model: nn.Module, process_group, broadcast_parameters: bool) -> None:
+    """The same model on all ranks, with the same values or, if asked for, rank 0's."""
+    check_same_structure(model, process_group)
+    if broadcast_parameters:
+        broadcast_from_rank0([*model.parameters(), *model.buffers()], process_group)
+    else:
+        check_same_values(model, process_group)
+
+
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Buffers that a checkpoint holds, by name; the others (rotary frequencies) are constants."""
     names = model.state_dict(keep_vars=True)
@@ -157,19 +187,40 @@ def check_covered(names: dict[Tensor, str], optimizer_params: Sequence[Tensor]) 
             )
 
 
+def check_pair(model: nn.Module, group, in_buckets: Sequence[Tensor], optimizers_group) -> None:
+    """Raise ValueError unless a wrapper and a flat optimizer are made for each other."""
+    if members(group) != members(optimizers_group):
+        raise ValueError("the wrapper and its optimizer are given different process groups")
+    check_covered(trainable(model), in_buckets)
+    held = set(in_buckets)
+    for name, p in model.named_parameters():
+        if p in held and not p.requires_grad:
+            raise ValueError(f"parameter {name} is in a bucket and frozen; make the optimizer again")
+
+
+def check_real(params: Sequence[Tensor]) -> None:
+    for i, p in enumerate(params):
+        if p.is_complex() and p.requires_grad:
+            raise ValueError(
+                f"parameter {i} of the optimizer is complex, and a flat bucket sends real numbers; use "
+                "ZeROOne or ShardedOptimizer"
+            )
+
+
 def trainable(model: nn.Module) -> dict[Tensor, str]:
     return {p: name for name, p in model.named_parameters() if p.requires_grad}
 
 
 def watch(wrapper, names: dict[Tensor, str]) -> None:
-    """From here on `wrapper` averages these gradients. An earlier wrapper of just these is removed.
+    """From here on `wrapper` averages these gradients. An earlier wrapper of the same model is removed.
 
     Hooks of two wrappers on one parameter would take its gradient from each other: ValueError, if they
     overlap in some parameters only.
     """
     earlier = {id(w): w for p in names for w in watchers_of(p)}.values()
     for other in earlier:
-        if set(map(id, other._names)) == set(map(id, names)):
+        same = set(map(id, other._names)) == set(map(id, names))
+        if same or other.module is wrapper.module:
             other.remove()
         elif wrapper.has_hooks or other.has_hooks:
             name = next(name for p, name in names.items() if other in watchers_of(p))

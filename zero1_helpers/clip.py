@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero1_helpers.bucket import TakenGradient
 from zero1_helpers.checks import checksum
 from zero1_helpers.flat import FlatShardedOptimizer
 from zero1_helpers.stepping import instead
@@ -28,7 +29,7 @@ def clip_grad_norm_(optimizer: ZeROOne | FlatShardedOptimizer, max_norm: float, 
     left by then, and no norm before the last of them: RuntimeError.
     """
     if isinstance(optimizer, ZeROOne):  # every rank has every gradient
-        grads = [p.grad for p in optimizer.params if p.grad is not None]
+        grads = [p.grad for p in optimizer.params if is_here(p.grad)]
         _need(grads)
         total = nn.utils.get_total_norm(grads, norm_type)
     else:
@@ -61,6 +62,10 @@ def _hand_out(optimizer: FlatShardedOptimizer) -> None:
         bucket.hand_out_gradients()
 
 
+def is_here(grad: Tensor | None) -> bool:
+    return grad is not None and type(grad) is not TakenGradient
+
+
 def _need(gradients: list) -> None:
     if not gradients:
         raise RuntimeError(
@@ -83,7 +88,7 @@ def scaler_step(
         _hand_out(optimizer)
         pieces = {p: piece for bucket in optimizer.buckets for p, piece in bucket.pieces.items()}
     else:
-        pieces = {p: p for p in optimizer.params if p.grad is not None}
+        pieces = {p: p for p in optimizer.params if is_here(p.grad)}
         _need(list(pieces))
     with instead(optimizer.optimizer, pieces):
         scaler.unscale_(optimizer.optimizer)

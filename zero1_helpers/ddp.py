@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from zero1_helpers.bucket import Bucket, dense, plan_buckets
 from zero1_helpers.checks import (
+    FORWARD_TOO_EARLY,
+    TORN,
     broadcast_from_rank0,
-    check_plain,
-    check_same_structure,
-    check_same_values,
+    check_model,
     saved_buffers,
+    start_equal,
     unwatch,
     watch,
     watchers_of,
@@ -45,25 +46,12 @@ class SimpleDDP(nn.Module):
     """
 
     has_hooks = False  # do its hooks take gradients away?
+    _in_backward = False  # a backward that they follow began, and has not come to its end
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        process_group=None,
-        broadcast_parameters=False,
-        broadcast_buffers=True,
-    ):
+    def __init__(self, model: nn.Module, *, process_group=None, broadcast_parameters=False,
+                 broadcast_buffers=True):  # fmt: skip
         super().__init__()
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "no process group: run %dist_init, or torch.distributed.init_process_group"
-            )
-        for name, part in model.named_modules():
-            if isinstance(part, SimpleDDP | nn.parallel.DistributedDataParallel):
-                which = f"{name} of the model" if name else "the model"
-                raise ValueError(f"{which} is a {type(part).__name__} already; wrap its .module")
-        check_plain([*model.named_parameters(), *model.named_buffers()])
+        check_model(model, SimpleDDP)
         self.module = model
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
@@ -72,11 +60,7 @@ class SimpleDDP(nn.Module):
         self._buffer_names = list(saved_buffers(model))
         self._synchronise = True
         self._unsynced: set[Tensor] = set()  # parameters with gradients of this rank alone
-        check_same_structure(model, process_group)
-        if broadcast_parameters:
-            broadcast_from_rank0([*model.parameters(), *model.buffers()], process_group)
-        else:
-            check_same_values(model, process_group)
+        start_equal(model, process_group, broadcast_parameters)
         watch(self, self._names)
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names]
 
@@ -128,11 +112,12 @@ class SimpleDDP(nn.Module):
                     wrapper._unsynced.discard(p)
 
     def unfinished(self) -> str | None:
-        """Why an optimizer must not step now, if it must not."""
-        for p in self._unsynced:
-            if p.grad is not None:
-                return f"the gradient of {self._names[p]} is not averaged yet; call sync_gradients() first"
-        return None
+        late = next((self._names[p] for p in self._unsynced if p.grad is not None), None)
+        return late and f"the gradient of {late} is not averaged yet; call sync_gradients() first"
+
+    def torn(self) -> str | None:
+        """What is wrong, if the last backward did not come to its end."""
+        return TORN if self._in_backward else None
 
     def remove(self) -> None:
         """Leave the model as it was: no hook of this wrapper is left on it."""
@@ -163,8 +148,8 @@ class SimpleDDPAsync(SimpleDDP):
     on its way its gradients live only there, and reading `p.grad` raises. With `no_sync()` around the first
     micro-batches, the last one reduces the sum.
 
-    If backward raises half-way, the step is torn: some gradients are on their way, and others never came.
-    Every method then raises, until `abandon_step()` is called on all ranks, or a checkpoint is loaded.
+    If backward raises half-way, the step is torn, and every method raises until `abandon_step()` is called on
+    all ranks, or a checkpoint is loaded.
     """
 
     has_hooks = True
@@ -172,7 +157,6 @@ class SimpleDDPAsync(SimpleDDP):
 
     def __init__(self, model: nn.Module, **kwargs):
         super().__init__(model, **kwargs)
-        self._in_backward = False  # it began, and has not come to its end
         self._arrived: list[Tensor] | None = []  # in the first step; then None
         self._use(self._plan(list(self._names)))
 
@@ -210,32 +194,17 @@ class SimpleDDPAsync(SimpleDDP):
     def _check_not_open(self) -> None:
         self._check_not_torn()
         if torch.is_grad_enabled() and any(bucket.ready for bucket in self.buckets):
-            raise RuntimeError(
-                "forward before the gradients of the last backward were finished; call wait_for_gradients() "
-                "first, if that backward was this model's own. If another model's loss went through this one "
-                "(a generator's through the discriminator), run that backward under this wrapper's no_sync() "
-                "and drop its gradients by zero_grad()"
-            )
+            raise RuntimeError(FORWARD_TOO_EARLY)
 
     def _check_not_torn(self) -> None:
-        if why := self.torn():
-            raise RuntimeError(why)
-
-    def torn(self) -> str | None:
-        """What is wrong, if the last backward did not come to its end."""
-        if not self._in_backward:
-            return None
-        return (
-            "the last backward did not come to its end, so this step is torn: some gradients are on their "
-            "way or stepped, others never came. Load a checkpoint, or call abandon_step() on every rank"
-        )
+        if self._in_backward:
+            raise RuntimeError(TORN)
 
     def abandon_step(self) -> None:
-        """End a step whose backward raised; call it on every rank. What has arrived is dropped.
+        """End a step whose backward raised; call it on every rank. Its collectives are completed.
 
-        All collectives of the step are completed, so ranks agree again. A class that steps in backward has
-        stepped some parameters already; it completes the step, with zeros for what never came: ranks are
-        equal again, but the step is not that of any batch. A checkpoint is the clean way back.
+        Gradients are dropped. A class that steps in backward completes the step, with zeros for what never
+        came: ranks are equal again, but the step is not that of any batch. Better load a checkpoint.
         """
         self._in_backward, self._open = False, True
         self.wait_for_gradients()
@@ -327,4 +296,5 @@ class SimpleDDPBucket(SimpleDDPAsync):
         super().__init__(model, **kwargs)
 
     def flush_bucket(self) -> None:
+        self._check_not_torn()
         self._launch_remaining()

@@ -26,12 +26,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero1_helpers.bucket import drop_taken
-from zero1_helpers.checks import check_covered, check_parameters, members, trainable
+from zero1_helpers.checks import check_covered, check_pair, check_parameters, check_real
 from zero1_helpers.ddp import SimpleDDPBucket
 from zero1_helpers.flat_bucket import MASTER, FlatBucket, check_negative_zero
+from zero1_helpers.lazy_gather import is_compiled
 from zero1_helpers.partition import Flat
 from zero1_helpers.phases import phase
-from zero1_helpers.stepping import as_groups, check_optimizer, instead
+from zero1_helpers.stepping import as_groups, check_optimizer, fastest_kernels, instead
 from zero1_helpers.streams import join, on_stream, side_stream
 
 
@@ -64,13 +65,8 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
             raise ValueError(f"lag is a number of buckets, 0 or more, not {lag}")
         self.zero1_optimizer, self.lag = zero1_optimizer, lag
         self.step_in_backward, self.lazy_gather = step_in_backward, lazy_gather
-        held = set(zero1_optimizer.planned)
         group = kwargs.setdefault("process_group", zero1_optimizer.process_group)
-        if members(group) != members(zero1_optimizer.process_group):
-            raise ValueError("the wrapper and its optimizer are given different process groups")
-        check_covered(trainable(model), zero1_optimizer.planned)
-        if frozen := [n for n, p in model.named_parameters() if p in held and not p.requires_grad]:
-            raise ValueError(f"parameter {frozen[0]} is in a bucket and frozen; make the optimizer again")
+        check_pair(model, group, zero1_optimizer.planned, zero1_optimizer.process_group)
         check_negative_zero(zero1_optimizer.buckets, group)
         super().__init__(model, zero1_optimizer.partition.bucket_cap_mb, **kwargs)
         self._side_stream = side_stream(self._names)
@@ -145,6 +141,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
     def wait_for_broadcasts(self) -> None:
         """Afterwards the parameters are equal on all ranks, or guarded until they are."""
         self._check_not_torn()
+        drop_taken(self._names)
         with on_stream(self._side_stream), phase("receive"):
             if self.lazy_gather:
                 for bucket in reversed(self.buckets):
@@ -155,7 +152,6 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
                 self.zero1_optimizer.receive()
         if not self.lazy_gather:
             join(self._side_stream)
-        drop_taken(self._names)
 
     def abandon_step(self) -> None:
         super().abandon_step()
@@ -215,19 +211,14 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def planned(self) -> list[Tensor]:
-        """Parameters that have a place in a bucket."""
-        return [p for bucket in self.buckets for p in bucket.params]
+        return [p for bucket in self.buckets for p in bucket.params]  # these have a place in a bucket
 
     @torch.no_grad()
     def _plan_new_parameters(self) -> None:
         planned = set(self.planned)
         new = [p for p in self.params if p.requires_grad and p not in planned]
         check_parameters(self.params)
-        if any(p.is_complex() for p in new):
-            raise ValueError(
-                f"parameter {next(i for i, p in enumerate(self.params) if p.is_complex())} of the optimizer "
-                "is complex, and a flat bucket sends real numbers; use ZeROOne or ShardedOptimizer"
-            )
+        check_real(self.params)
         for group in self.partition.buckets(new):
             params, index = [new[i] for i in group], len(self.buckets)
             self.buckets.append(FlatBucket(params, index, self.rank, self.world_size, self.partition))
@@ -307,18 +298,3 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
             for p, piece in bucket.pieces.items():
                 if entries.get(p):
                     self.state[piece] = bucket.take_state(p, entries[p])
-
-
-def fastest_kernels(optimizer_cls: type[torch.optim.Optimizer], kwargs: dict) -> dict:
-    """kwargs, with fused=True where all devices have such a kernel; what the caller chose is kept."""
-    if {"fused", "foreach", "capturable", "differentiable"} & set(kwargs):
-        return kwargs
-    fused = optimizer_cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-    return kwargs | ({"fused": True} if fused else {})
-
-
-def is_compiled(model: nn.Module) -> bool:
-    return any(
-        isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None
-        for m in model.modules()
-    )

@@ -6,67 +6,20 @@ of the slice; `FlatPieces` what the optimizer steps; `FlatBucket` the weights' w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from zero1_helpers.bucket import TakenGradient, dense
+from zero1_helpers.bucket import TakenGradient, dense, settle
 from zero1_helpers.collectives import all_gather, reduce_scatter, wait
+from zero1_helpers.flat_layout import FlatLayout
+from zero1_helpers.lazy_gather import Arriving
 from zero1_helpers.memory_math import is_counter
-from zero1_helpers.partition import Flat, pieces_of, slice_width
+from zero1_helpers.partition import Flat
 from zero1_helpers.phases import announce
 
 MASTER = "master_param"  # the entry of a parameter's state that is its copy in more precision
-
-
-@dataclass(eq=False)
-class FlatLayout:
-    """Where parameters lie in a flat tensor (world_size * width,), each with its own strides.
-
-    A slice is (width,), and a piece is what lies in it of one parameter, in the order of its memory.
-    """
-
-    views: dict[Tensor, tuple]  # parameter -> (size, stride, offset) in the flat tensor
-    cuts: dict[Tensor, slice]  # parameter -> its piece in this rank's slice, if any
-    heads: dict[Tensor, list[int]]  # parameter -> where its piece begins in each slice that has one
-    shape: tuple[int]  # of the flat tensor
-    numel: int  # of it without the padding at its end
-    slice: slice  # of it, this rank's
-
-    @classmethod
-    def of(cls, params: Sequence[Tensor], rank: int, world_size: int) -> "FlatLayout":
-        sizes = [p.numel() for p in params]
-        *offsets, numel = accumulate(sizes, initial=0)
-        begin = rank * (width := slice_width(sizes, world_size))
-        views = {p: (p.shape, torch.empty_like(p, device="meta").stride(), offset)  # dense, in p's order
-                 for p, offset in zip(params, offsets, strict=True)}  # fmt: skip
-        cuts = {params[i]: slice(offsets[i] + start - begin, offsets[i] + end - begin)
-                for i, (start, end) in pieces_of(sizes, rank, world_size).items()}  # fmt: skip
-        heads = {p: [*range(offset, offset + p.numel())][:1]
-                 + [*range(width * (offset // width + 1), offset + p.numel(), width)]
-                 for p, offset in zip(params, offsets, strict=False)}  # fmt: skip
-        return cls(views, cuts, heads, (world_size * width,), numel, slice(begin, begin + width))
-
-    def view(self, flat: Tensor, p: Tensor) -> Tensor:
-        return flat.as_strided(*self.views[p])
-
-    def holds(self, flat: Tensor, p: Tensor) -> bool:
-        """Does p still lie where it should?"""
-        same = p.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-        return same and p.storage_offset() == self.views[p][2]
-
-    def cut(self, p: Tensor, value: Tensor) -> Tensor:
-        """This rank's piece of a tensor that is one number per element of p."""
-        size, stride, offset = self.views[p]
-        if value.stride() != stride:
-            value = torch.empty_strided(size, stride, dtype=value.dtype).copy_(value)
-        row = value.as_strided((p.numel(),), (1,), value.storage_offset())
-        begin = self.slice.start - offset
-        return row[begin + self.cuts[p].start : begin + self.cuts[p].stop]
 
 
 class FlatGradients:
@@ -188,7 +141,7 @@ class FlatPieces(FlatGradients):
         super().__init__(params, index, rank, world_size, partition)
         self.weights = params[0].new_zeros(self.layout.shape)
         for p in params:
-            p.data = self.layout.view(self.weights, p).copy_(p)
+            settle(p, self.layout.view(self.weights, p), self.weights)
         self.pieces = {p: nn.Parameter(self._weights_of(p)) for p in self.layout.cuts}
         self.has_master = self.stepped_in != self.weights.dtype
 
@@ -287,44 +240,6 @@ class FlatBucket(FlatPieces):
         for p in self.params:
             p.__class__ = Arriving
             p.arrives_in = self
-
-
-class Arriving(nn.Parameter):
-    """A parameter whose new value is on its way. Whatever reads it waits for it: any function of torch, in
-    any module's forward or outside of all, since all of them ask an argument of a class of its own first.
-
-    A parameter is of this class from the end of a step until it is read. What only asks for its shape
-    or the like does not wait. An alias made before (`w = p.data`) is not watched.
-    """
-
-    arrives_in: FlatBucket
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        for t in tree_leaves((args, kwargs)):
-            if type(t) is Arriving:
-                t.arrives_in.receive_parameters()
-        return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo):
-        return self._arrived().__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol):
-        return self._arrived().__reduce_ex__(protocol)
-
-    def _arrived(self) -> nn.Parameter:
-        self.arrives_in.receive_parameters()
-        return self
-
-
-METADATA = {getattr(torch.Tensor, name).__get__ for name in (
-    "shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_leaf", "is_meta",
-    "requires_grad", "grad", "grad_fn", "itemsize", "nbytes")} | {getattr(torch.Tensor, name) for name in (
-    "size", "stride", "dim", "numel", "element_size", "nelement", "is_floating_point", "is_complex",
-    "untyped_storage", "data_ptr", "is_contiguous", "storage_offset")}  # fmt: skip
 
 
 def is_negative_zero(t: Tensor) -> bool:

@@ -169,3 +169,11 @@ class Apart:
         for call in calls:
             with instead(self.optimizer, {self.params[i]: self.pieces[i] for i in call}):
                 self.optimizer.step()
+
+
+def fastest_kernels(optimizer_cls: type[torch.optim.Optimizer], kwargs: dict) -> dict:
+    """kwargs, with fused=True where all devices have such a kernel; what the caller chose is kept."""
+    if {"fused", "foreach", "capturable", "differentiable"} & set(kwargs):
+        return kwargs
+    fused = optimizer_cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    return kwargs | ({"fused": True} if fused else {})

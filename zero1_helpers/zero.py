@@ -1,37 +1,23 @@
 """ZeRO stage 1: each rank keeps the optimizer state of its own shard of the parameters, and no more.
 
 From "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2020),
-P_os. First after backward (`ZeROOne`), then one bucket at a time behind it (`ShardedOptimizer` with
-`SimpleDDPBucketAsync`). Every rank computes all gradients and holds all parameters; the owner of a
+P_os. First after backward (`ZeROOne`), then one bucket at a time behind it (`ShardedOptimizer`, with the
+wrapper of the module `overlap`). Every rank computes all gradients and holds all parameters; the owner of a
 parameter updates it, and the others receive the result.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero1_helpers.bucket import Bucket, TakenGradient, drop_taken, plan_buckets
-from zero1_helpers.checks import (
-    broadcast,
-    check_covered,
-    check_parameters,
-    checksum,
-    members,
-    trainable,
-    watchers_of,
-)
+from zero1_helpers.bucket import TakenGradient, as_flat, drop_taken, plan_buckets
+from zero1_helpers.checks import broadcast, check_parameters, checksum, members, watchers_of
 from zero1_helpers.collectives import wait
-from zero1_helpers.ddp import SimpleDDPBucket
 from zero1_helpers.partition import Partition, assign_owners, by_count
-from zero1_helpers.phases import announce, phase
+from zero1_helpers.phases import phase
 from zero1_helpers.stepping import as_groups, check_optimizer, only, remade_with
-from zero1_helpers.streams import join, keep, on_stream, side_stream
-
-is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
 class ZeROOne(torch.optim.Optimizer):
@@ -129,9 +115,7 @@ class ZeROOne(torch.optim.Optimizer):
     def _check_gradients(self) -> None:
         """Raise unless all gradients are averaged: by wrappers, or, if there are none, by somebody."""
         wrappers = {p: watchers_of(p) for p in self.param_to_owner_rank}
-        for wrapper in {id(w): w for of_one in wrappers.values() for w in of_one}.values():
-            if why := wrapper.unfinished():
-                raise RuntimeError(why)
+        self._check_finished()
         if any(wrappers.values()):
             self._check_groups()
             for i, p in enumerate(self.params):
@@ -142,6 +126,11 @@ class ZeROOne(torch.optim.Optimizer):
                     )
         elif not self._compared:
             self._compare_gradients()
+
+    def _check_finished(self) -> None:
+        for wrapper in {id(w): w for p in self.param_to_owner_rank for w in watchers_of(p)}.values():
+            if why := wrapper.unfinished():
+                raise RuntimeError(why)
 
     def _compare_gradients(self) -> None:
         self._compared = True
@@ -262,91 +251,9 @@ class ShardedOptimizer(ZeROOne):
 
     def step(self, closure=None):
         if closure is None and all(p.grad is None or type(p.grad) is TakenGradient for p in self.params):
+            self._check_finished()
             return None
         return super().step(closure)
-
-
-class SimpleDDPBucketAsync(SimpleDDPBucket):
-    """Step and broadcast, too, run behind backward: a bucket is stepped as soon as it is reduced.
-
-    One step::
-
-        backward             bucket k is full: _launch its all-reduce, then _finish bucket k - lag:
-                             wait, step the parameters owned here, launch the broadcasts
-        flush_bucket         launch the buckets that backward left unfilled
-        wait_for_gradients   _finish the buckets that are left
-        wait_for_broadcasts  afterwards the parameters are equal on all ranks; the gradients are gone
-
-    There is no optimizer.step(). The schedule is the order of the buckets and nothing else, so all
-    ranks issue the same collectives in the same order; a callback on a future would issue them from
-    the backend's threads, whose order differs from rank to rank. On CUDA, _finish runs on a side
-    stream: waiting there holds nothing back, and the compute stream joins it at the end.
-
-    `step_in_backward=False` puts every step after backward: for a model in which backward reads the
-    value of a parameter whose own gradient is complete (autograd raises then).
-    """
-
-    def __init__(self, model, zero1_optimizer: ShardedOptimizer, bucket_cap_mb: float = 25, *,
-                 lag: int = 1, step_in_backward: bool = True, **kwargs):  # fmt: skip
-        if lag < 0:
-            raise ValueError(f"lag is a number of buckets, 0 or more, not {lag}")
-        self.zero1_optimizer = zero1_optimizer
-        self.lag = lag if step_in_backward else math.inf
-        self._broadcasts: list[dist.Work] = []
-        self._stepped = False  # has this step changed parameters?
-        self._side_stream = side_stream(model.parameters())
-        check_covered(trainable(model), zero1_optimizer.params)
-        super().__init__(model, bucket_cap_mb, **kwargs)
-        zero1_optimizer._check_groups()
-
-    def _use(self, buckets: Sequence[Bucket]) -> None:
-        """Lay out now, between two steps, what the new plan sends together."""
-        super()._use(buckets)
-        self.wait_for_broadcasts()
-        for bucket in self.buckets:
-            self.zero1_optimizer.lay_out(bucket.params)
-
-    def forward(self, *args, **kwargs):
-        self._check_not_open()
-        if self._broadcasts:
-            raise RuntimeError(
-                "forward before the parameters have arrived; call wait_for_broadcasts() first"
-            )
-        return super().forward(*args, **kwargs)
-
-    def _launch(self, bucket: Bucket) -> None:
-        super()._launch(bucket)
-        if bucket.index >= self.lag:
-            self._finish(self.buckets[bucket.index - self.lag])
-
-    def _finish(self, bucket: Bucket) -> None:
-        with on_stream(self._side_stream, use=[bucket.flat]):
-            super()._finish(bucket)
-            used = [p for p in bucket.params if p.grad is not None]
-            self._broadcasts += self.zero1_optimizer.step_parameters(bucket.params, bucket.index)
-            bucket.hold(used)
-            self._stepped = True
-
-    def wait_for_gradients(self) -> None:
-        if self._open:
-            self._check_trainable()
-            check_covered(self._names, self.zero1_optimizer.params)
-        super().wait_for_gradients()
-
-    def wait_for_broadcasts(self) -> None:
-        self._check_not_torn()
-        with on_stream(self._side_stream), phase("receive"):
-            while self._broadcasts:
-                wait(self._broadcasts.pop(0))
-        join(self._side_stream)
-        drop_taken(self._names)
-        if self._stepped:
-            self._stepped = False
-            self.zero1_optimizer.step()  # nothing is left to step; schedulers and step hooks hear of it
-
-    def abandon_step(self) -> None:
-        super().abandon_step()
-        self.wait_for_broadcasts()
 
 
 def by_owner(params: Iterable[Tensor], owner_of: Mapping[Tensor, int]) -> dict[int, list[Tensor]]:
@@ -355,26 +262,3 @@ def by_owner(params: Iterable[Tensor], owner_of: Mapping[Tensor, int]) -> dict[i
     for p in params:
         owned.setdefault(owner_of[p], []).append(p)
     return dict(sorted(owned.items()))
-
-
-def as_flat(params: Sequence[Tensor]) -> Tensor:
-    """The memory of parameters of one dtype, as one flat tensor of shape (sum of numel,).
-
-    They fill it end to end, each with its own strides. If they do not yet, they are moved there. So
-    nothing has to be packed or unpacked, and no buffer is needed (as in torch's ZeroRedundancyOptimizer
-    with `parameters_as_bucket_view`). While they are moved they exist twice.
-    """
-    *offsets, numel = accumulate((p.numel() for p in params), initial=0)
-    home = params[0].untyped_storage()
-    if home.nbytes() != numel * params[0].itemsize or not all(
-        p.untyped_storage().data_ptr() == home.data_ptr() and p.storage_offset() == offset and is_dense(p)
-        for p, offset in zip(params, offsets, strict=True)
-    ):
-        flat = params[0].new_empty(numel)
-        for p, offset in zip(params, offsets, strict=True):
-            strides = torch.empty_like(p, device="meta").stride()  # dense, in p's order
-            moved = flat.as_strided(p.shape, strides, offset).copy_(p.detach())
-            keep([p])  # its old memory is not given away before it is copied
-            p.data = moved
-        announce("params", params)
-    return params[0].detach().as_strided((numel,), (1,))

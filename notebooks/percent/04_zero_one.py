@@ -87,7 +87,7 @@ def after_backward(model, optimizer):
 
 # %%
 from zero1_helpers import SimpleDDP, train
-from zero1_helpers.ddp import check_same_values
+from zero1_helpers.checks import check_same_values
 
 model = SimpleDDP(new_model())
 bare = BareZeROOne(torch.optim.Adam(model.parameters(), lr=LR))

@@ -186,7 +186,8 @@ assert all(len(set(order(4, lag))) == 8 for lag in range(6)), "each bucket is la
 
 # %%
 # %%local
-from zero1_helpers.zero import ShardedOptimizer, SimpleDDPBucketAsync
+from zero1_helpers.overlap import SimpleDDPBucketAsync
+from zero1_helpers.zero import ShardedOptimizer
 
 show_source(ShardedOptimizer, SimpleDDPBucketAsync)
 
@@ -196,7 +197,7 @@ show_source(ShardedOptimizer, SimpleDDPBucketAsync)
 
 # %%
 # %%local
-from zero1_helpers.zero import as_flat
+from zero1_helpers.bucket import as_flat
 
 show_source(as_flat)
 
@@ -209,7 +210,7 @@ show_source(as_flat)
 
 # %%
 # %%local
-from zero1_helpers.zero import on_stream
+from zero1_helpers.streams import on_stream
 
 show_source(on_stream)
 
@@ -504,8 +505,10 @@ def one_step(**options):
     wrapped = SimpleDDPBucketAsync(toy, optimizer, bucket_cap_mb=0, **options)
     try:
         wrapped(torch.ones(8, 4, device=device) + rank).square().mean().backward()
-    finally:  # whatever is under way has to arrive
-        after_backward(wrapped, optimizer)
+    except RuntimeError:
+        wrapped.abandon_step()  # on every rank: whatever is under way has to arrive
+        raise
+    after_backward(wrapped, optimizer)
     return toy
 
 

@@ -392,7 +392,7 @@ print("losses", [round(loss, 3) for loss in losses])
 
 # %%
 from zero1_helpers import SimpleDDP
-from zero1_helpers.ddp import check_same_values
+from zero1_helpers.checks import check_same_values
 from zero1_helpers.training.loop import sync_step
 
 check_same_values(model)  # raises unless all ranks hold the same bits
@@ -781,7 +781,7 @@ assert signs == ["-", "+"] and (torch.tensor(1.5) + -0.0).item() == 1.5
 
 # %% [markdown]
 # $-0.0$ is the number that changes no sum: $x + (-0.0) = x$, and the sum is $-0.0$ only if all terms are. A rank that has
-# a gradient adds $+0.0$ to it, so that it never sends $-0.0$ itself. The wrapper tries it on the backend before it relies on
+# a gradient adds $+0.0$ to the first element of each piece, so that no $-0.0$ of its own stands there. The wrapper tries it on the backend before it relies on
 # it. Three layers, of which one is used by all ranks, one by rank 0 and one by nobody, under weight decay:
 
 # %%

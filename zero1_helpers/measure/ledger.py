@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
-from zero1_helpers.bucket import TakenGradient
+from zero1_helpers.bucket import TakenGradient, home
 from zero1_helpers.memory_math import is_counter, local, state_entries
 
 MARKER = "ledger "  # and its number: the name of a marker's event in the trace
@@ -54,8 +54,9 @@ class MemoryLedger:
             self._params |= dict.fromkeys(self.model.parameters())
             grads = [p.grad for p in self._params if p.grad is not None]
             grads = [grad for grad in grads if type(grad) is not TakenGradient]  # it holds nothing
-            self._add(found, "params", list(self._params))
-            homes = (local(p).untyped_storage() for p in self._params)
+            in_memory = [home(local(p)) for p in self._params]  # buckets, where parameters are parts of some
+            self._add(found, "params", in_memory)
+            homes = (t.untyped_storage() for t in in_memory)
             self._homes = {home.data_ptr(): StorageWeakRef(home) for home in homes}
             self._add(found, "grads", grads)
             self._add_buckets_of(found, grads)
