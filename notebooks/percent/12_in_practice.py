@@ -199,15 +199,17 @@ for make in makers:
 # %% [markdown]
 # ## A group that comes later
 #
-# Fine-tuning often begins with most layers frozen. A layer is thawed: `add_param_group`, then wrap the model again, so that
-# the new parameters are watched.
+# Fine-tuning often begins with most layers frozen. A layer is thawed: take the wrapper off, `add_param_group`, then wrap the
+# model again, so that the new parameters are watched.
 
 # %%
 def thaw(make, part=rank, parts=world_size):
     model = new_model()
     model[0].requires_grad_(False)
     optimizer = make(model)
-    train(wrap(model, optimizer), optimizer, range(3), part, parts)
+    train(wrapped := wrap(model, optimizer), optimizer, range(3), part, parts)
+    if wrapped is not model:  # one process alone has no wrapper
+        wrapped.remove()
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": LR / 10})
     train(wrap(model, optimizer), optimizer, range(3, 6), part, parts)
