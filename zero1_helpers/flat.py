@@ -145,6 +145,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
     def wait_for_broadcasts(self) -> None:
         """Afterwards the parameters are equal on all ranks, or guarded until they are."""
         self._check_not_torn()
+        drop_taken(self._names)  # first: to ask a guarded parameter for its grad is to wait for it
         with on_stream(self._side_stream), phase("receive"):
             if self.lazy_gather:
                 for bucket in reversed(self.buckets):
@@ -155,7 +156,6 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
                 self.zero1_optimizer.receive()
         if not self.lazy_gather:
             join(self._side_stream)
-        drop_taken(self._names)
 
     def abandon_step(self) -> None:
         super().abandon_step()
