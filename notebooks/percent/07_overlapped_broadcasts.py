@@ -504,8 +504,10 @@ def one_step(**options):
     wrapped = SimpleDDPBucketAsync(toy, optimizer, bucket_cap_mb=0, **options)
     try:
         wrapped(torch.ones(8, 4, device=device) + rank).square().mean().backward()
-    finally:  # whatever is under way has to arrive
-        after_backward(wrapped, optimizer)
+    except RuntimeError:
+        wrapped.abandon_step()  # whatever is under way has to arrive
+        raise
+    after_backward(wrapped, optimizer)
     return toy
 
 
