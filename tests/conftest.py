@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items):
 def is_quick(item) -> bool:
     """Whether a test is run for one and two ranks, each on its own, with a model as small as an MLP."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    small = params.get("model", "MLP") == "MLP" and not {"kernel", "chromium"} & set(item.fixturenames)
+    small = params.get("model", "MLP") == "MLP" and "ranks" in item.fixturenames
     return params.get("world_size") in (1, 2) and small
 
 

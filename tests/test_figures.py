@@ -361,7 +361,7 @@ def test_draw_all(folder, tmp_path):
     complaints = [line for line in said if line.startswith("skipped")]
     assert re.search(r"zero1/trace.rank1.json.gz: damaged, cannot be read \(.*\)$", complaints[0])
     assert "zero1-async/run.json: missing; not a recorded run, or an unfinished one" in complaints[1]
-    manifest = json.loads((tmp_path / "figures.json").read_text())
+    manifest = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     written = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
     assert {entry["file"] for entry in manifest} == written - {"figures.json"}
     assert len(written) == 2 * (2 * len(gallery.PER_RUN) + len(gallery.PER_PRESET)) + 1

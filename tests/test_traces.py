@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero1_helpers.measure.link import parse_link
-from zero1_helpers.measure.runs import find_runs, load_run
+from zero1_helpers.measure.runs import Run, find_runs, load_record, load_run
 from zero1_helpers.memory_math import predict
 from zero1_helpers.partition import Flat, by_bytes, by_count
 from zero1_helpers.report.figures import schedule_diagram
@@ -138,6 +138,13 @@ def test_the_overlapped_class_comes_down_to_what_the_post_has(recorded):
     assert table.loc["zero1-overlap", "overlap_pct"] >= 87
 
 
+def test_without_times_the_table_needs_run_json_alone(recorded):
+    runs = recorded["small"].values()
+    records = [Run(run.folder, load_record(run.folder), {}, {}) for run in runs]
+    whole = results_table(runs)
+    assert results_table(records, times=False).equals(whole.drop(columns=["non_compute_pct", "overlap_pct"]))
+
+
 def test_the_plan_predicts_the_recorded_steps(recorded):
     """From the model, the link and the baseline's time of computing: every step within 20 %."""
     runs = recorded["small"]
@@ -152,7 +159,7 @@ def test_the_plan_predicts_the_recorded_steps(recorded):
 
 
 def test_the_readme_shows_the_report_of_these_runs(recorded):
-    page = (ROOT / "README.md").read_text()
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
     runs = [run for preset in PRESETS for run in recorded[preset].values()]
     assert page.split(MARKS[0])[1].split(MARKS[1])[0].strip() == report(runs).strip()
     for theme in ("light", "dark"):

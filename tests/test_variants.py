@@ -75,7 +75,7 @@ def test_a_new_variant_is_in_every_figure_page_and_table(folder, tmp_path, monke
     planned = plan(Workload(1e9, 1.0), 4, Network(Link(1e9)))
     assert planned.loc[DUMMY.name, "exposed_s"] == planned.loc[DUMMY.name, "communication_s"] > 0
     assert draw_all(folder, tmp_path, "light", progress=lambda line: None) == 0
-    manifest = json.loads((tmp_path / "figures.json").read_text())
+    manifest = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     kinds = {entry["file"].split("/")[-1].split(".")[0] for entry in manifest
              if entry["run"] == f"tiny/{DUMMY.name}"}  # fmt: skip
     assert kinds == {"memory", "temporal", "overlap", "kernels", "schedule"}

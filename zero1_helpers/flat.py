@@ -141,7 +141,7 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
     def wait_for_broadcasts(self) -> None:
         """Afterwards the parameters are equal on all ranks, or guarded until they are."""
         self._check_not_torn()
-        drop_taken(self._names)
+        drop_taken(self._names)  # first: to set a guarded parameter's grad is to wait for it
         with on_stream(self._side_stream), phase("receive"):
             if self.lazy_gather:
                 for bucket in reversed(self.buckets):

@@ -250,7 +250,7 @@ figures.show(fig)
 for name in raced:
     enough = [speed for speed in speeds if steps[speed][name] <= 1.1 * compute]
     print(f"{name:14}", f"{enough[0]:6.0f} MB/s" if enough else f"more than {speeds[-1]:.0f} MB/s")
-assert not rates or measured[50, "flat"] < measured[50, "zero1"], "2 of 3 parts sent, on a slow link"
+assert not rates or world == 1 or measured[50, "flat"] < measured[50, "zero1"], "2 of 3 parts sent, on a slow link"
 
 # %% [markdown]
 # ## The real size, recorded

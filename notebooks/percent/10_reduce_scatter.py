@@ -479,15 +479,18 @@ show(figures.schedule_diagram(run))
 show(figures.memory_timeline(run))
 
 # %% [markdown]
-# No orange at all. A gradient lives from the operation that makes it until its hook, which moves it into the bucket; after
-# the hook, no parameter has one. The timeline books that moment as a temporary. (So it does with the
+# No orange at all. A gradient lives from the operation that makes it until its hook, which moves it into the bucket. After
+# the hook, `p.grad` is a stand-in without memory, which raises when it is read. The timeline books that moment as a temporary. (So it does with the
 # parts that come over gloo, until they are added up; NCCL needs no room for them.) To see it directly, a hook behind the hook:
 
 # %%
+from zero1_helpers.bucket import TakenGradient
+
 wrapped, optimizer = flat_pair(new_model())
 left = []
 for p in wrapped.parameters():
-    p.register_post_accumulate_grad_hook(lambda p: left.append(sum(q.grad is not None for q in wrapped.parameters())))
+    p.register_post_accumulate_grad_hook(lambda p: left.append(
+        sum(q.grad is not None and type(q.grad) is not TakenGradient for q in wrapped.parameters())))
 train_flat(wrapped, optimizer, steps=1)
 print("gradients alive after each hook:", left)
 assert left == [0] * len(list(wrapped.parameters()))

@@ -199,15 +199,17 @@ for make in makers:
 # %% [markdown]
 # ## A group that comes later
 #
-# Fine-tuning often begins with most layers frozen. A layer is thawed: `add_param_group`, then wrap the model again, so that
-# the new parameters are watched.
+# Fine-tuning often begins with most layers frozen. A layer is thawed: take the wrapper off, `add_param_group`, then wrap the
+# model again, so that the new parameters are watched.
 
 # %%
 def thaw(make, part=rank, parts=world_size):
     model = new_model()
     model[0].requires_grad_(False)
     optimizer = make(model)
-    train(wrap(model, optimizer), optimizer, range(3), part, parts)
+    train(wrapped := wrap(model, optimizer), optimizer, range(3), part, parts)
+    if wrapped is not model:  # one process alone has no wrapper
+        wrapped.remove()
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": LR / 10})
     train(wrap(model, optimizer), optimizer, range(3, 6), part, parts)
@@ -311,8 +313,9 @@ print(message)
 assert "clip.clip_grad_norm_" in message
 
 # %% [markdown]
-# An error: the bucket took the gradients, and what stands in `.grad` since then refuses to be read. With `None` there,
-# torch would find nothing, clip nothing and say nothing. The package's function does the sum above where it is needed. (`ZeROOne` needs none: each rank has all gradients.)
+# An error. The gradients are in buckets, and each `.grad` is a stand-in that raises when it is read. If it were `None`, torch
+# would find no gradient, clip nothing and say nothing. The package's function does the sum above where it is needed.
+# (`ZeROOne` needs none: each rank has all gradients.)
 
 # %%
 from zero1_helpers import clip
@@ -329,7 +332,7 @@ optimizer.zero_grad()
 def clip_alone(optimizer):
     nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
 
-def clip(optimizer):
+def clip_sharded(optimizer):
     clip.clip_grad_norm_(optimizer, 0.1)
 
 # %%
@@ -337,7 +340,7 @@ reference, _ = alone(range(5), before_step=clip_alone)
 for make in makers:
     model = new_model()
     optimizer = make(model)
-    train(wrap(model, optimizer, behind=False), optimizer, range(5), before_step=clip)
+    train(wrap(model, optimizer, behind=False), optimizer, range(5), before_step=clip_sharded)
     print(f"{make.__name__:7} off by {gap(model, reference):.0e}")
     assert gap(model, reference) < 1e-9
 
@@ -350,7 +353,7 @@ for make in (sharded, flat):
     model = new_model()
     optimizer = make(model)
     try:
-        train(wrap(model, optimizer), optimizer, range(1), before_step=clip)
+        train(wrap(model, optimizer), optimizer, range(1), before_step=clip_sharded)
     except RuntimeError as error:
         print(f"{make.__name__:7} {str(error).split(':')[0]}")
         assert "step_in_backward=False" in str(error)
