@@ -667,12 +667,14 @@ show_source(Piece, Writer, save_checkpoint)
 # Save the flat run from above, and list what has been written:
 
 # %%
+import os
 import shutil
+from pathlib import Path
 
 from zero1_helpers.checkpoint import load_checkpoint, save_checkpoint
 from zero1_helpers.training.project import project
 
-folder = project("build/checkpoints")
+folder = Path(os.path.relpath(project("build/checkpoints")))  # short, for the messages below
 if rank == 0:
     shutil.rmtree(folder, ignore_errors=True)
 dist.barrier()
