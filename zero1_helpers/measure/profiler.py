@@ -34,9 +34,9 @@ from zero1_helpers.measure.blocks import account
 from zero1_helpers.measure.files import RunError, write_atomic
 from zero1_helpers.measure.lanes import lane_view
 from zero1_helpers.measure.ledger import MemoryLedger
-from zero1_helpers.measure.meet import one_line
 from zero1_helpers.measure.peaks import peaks, without_blips
 from zero1_helpers.measure.schema import FORMAT, check_about
+from zero1_helpers.measure.terminal import one_line
 from zero1_helpers.memory_math import RING_FACTOR, bytes_sent, nbytes, predict
 from zero1_helpers.partition import by_bytes
 
