@@ -1,14 +1,13 @@
 """`zero1`, or `python -m zero1_helpers`: record | figures | report | view | export-trace | plan | doctor."""
 
-import argparse
 import contextlib
-import math
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from zero1_helpers._groups import explained
+from zero1_helpers.measure.arguments import Parser, WrongUse, amount, whole
 from zero1_helpers.measure.files import one_printable_line
 from zero1_helpers.measure.terminal import complain, flush, one_line, say, tolerate_any_terminal
 
@@ -40,45 +39,6 @@ def main(argv: list[str] | None = None) -> int:
         strange = isinstance(error, OSError) and error.filename
         complain(command, f"{error.filename}: {error.strerror}" if strange else error)
     return 2
-
-
-class WrongUse(Exception):
-    """Of the command line: (command, what is wrong)."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise WrongUse(self.prog, f"{message}; see {self.prog} --help")
-
-
-def whole(least: int, most: int) -> Callable:
-    """The type of an argument: a whole number in this range."""
-
-    def parsed(text: str) -> int:
-        try:
-            number = int(text) if len(text) < 30 else least - 1
-        except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"a whole number from {least:,} to {most:,}, not {text[:30]!r}")
-        return number
-
-    return parsed
-
-
-def amount(least: float, most: float) -> Callable:
-    """The type of an argument: a finite number in this range."""
-
-    def parsed(text: str) -> float:
-        try:
-            number = float(text) if len(text) < 30 else math.nan
-        except ValueError:
-            number = math.nan
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"a number from {least:g} to {most:g}, not {text[:30]!r}")
-        return number
-
-    return parsed
 
 
 def parse(argv):
