@@ -11,7 +11,10 @@ import pandas as pd
 import pytest
 
 from zero1_helpers.measure import runs
-from zero1_helpers.measure.runs import RunError, lane_view, load_run
+from zero1_helpers.measure.files import RunError
+from zero1_helpers.measure.lanes import lane_view
+from zero1_helpers.measure.runs import load_run
+from zero1_helpers.measure.schema import CATEGORIES
 from zero1_helpers.report import frames
 
 from .test_runs import BASE, cpu_trace, cuda_trace, make_memory, make_run, span
@@ -149,11 +152,11 @@ def test_a_cpu_trace_without_lanes_is_named(tmp_path):
 
 def test_memory_timeline_equals_a_loop(run):
     frame = frames.get_memory_timeline(run, 1)
-    alive, wanted = dict.fromkeys(runs.CATEGORIES, 0), {}
+    alive, wanted = dict.fromkeys(CATEGORIES, 0), {}
     for time, category, delta in make_memory(1).itertuples(index=False):
         alive[category] += delta
         wanted[time / 1e3] = (*alive.values(), sum(alive.values()))  # the last of its microsecond
-    assert list(frame.columns) == ["time_ms", *runs.CATEGORIES, "total"]
+    assert list(frame.columns) == ["time_ms", *CATEGORIES, "total"]
     assert list(frame.index) == list(range(len(wanted)))
     assert dict(zip(frame["time_ms"], frame.iloc[:, 1:].itertuples(index=False, name=None),
                     strict=True)) == wanted  # fmt: skip
@@ -168,7 +171,7 @@ def test_memory_peaks(run):
         assert frame.set_index("time_ms")["total"][row["peak_ms"]] == row["peak"]
         states = frame["params"] + frame["grads"] + frame["opt_state"] + frame["buckets"]
         assert row["peak_states"] == states.max() < row["peak"]
-        assert all(row[name] == frame[name].max() for name in runs.CATEGORIES)
+        assert all(row[name] == frame[name].max() for name in CATEGORIES)
 
 
 # Schedules

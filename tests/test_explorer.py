@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 
 from zero1_helpers.cli import main
-from zero1_helpers.measure.runs import RunError, load_run
-from zero1_helpers.report import figures, frames, pages
+from zero1_helpers.measure.files import RunError
+from zero1_helpers.measure.runs import load_run
+from zero1_helpers.report import figures, frames, pages, server
 
 from .test_runs import cuda_trace, make_run
 
@@ -176,17 +177,17 @@ def test_chromium_shows_the_timelines(chromium, run, tmp_path, width, theme):
 
 
 def test_chromium_shows_perfetto_with_all_ranks(chromium, run):
-    with pages.serve(run, 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with server.serve(run, 0) as viewer:
+        threading.Thread(target=viewer.serve_forever, daemon=True).start()
         try:
-            assert server.server_address[0] == "127.0.0.1"  # nobody else on the network sees it
-            chromium.open(server.address)
+            assert viewer.server_address[0] == "127.0.0.1"  # nobody else on the network sees it
+            chromium.open(viewer.address)
             chromium.wait("['rank 0', 'rank 3', 'communication', 'memory (bytes) params']"
                           ".every(text => document.body.innerText.includes(text))")  # fmt: skip
             quiet(chromium)
             chromium.open("about:blank")
         finally:
-            server.shutdown()
+            viewer.shutdown()
 
 
 def test_view_serves_until_it_is_interrupted(folder):
@@ -217,8 +218,8 @@ def test_view_serves_until_it_is_interrupted(folder):
 
 
 def test_a_port_that_is_taken(run, folder, capsys):
-    with pages.serve(run, 0) as server:
-        port = server.server_address[1]
+    with server.serve(run, 0) as viewer:
+        port = viewer.server_address[1]
         assert main(["view", str(folder), "--port", str(port), "--no-browser"]) == 2
         assert capsys.readouterr().err.splitlines() == [
             f"zero1 view: port {port}: Address already in use; try another --port"]  # fmt: skip

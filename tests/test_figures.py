@@ -16,8 +16,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 
 from zero1_helpers.cli import main
-from zero1_helpers.measure import runs
+from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.runs import load_run
+from zero1_helpers.measure.schema import CATEGORIES
 from zero1_helpers.report import figures, frames, gallery
 from zero1_helpers.training.variants import VARIANTS
 
@@ -127,7 +128,7 @@ def test_downsampling_keeps_the_peak_each_bins_range_and_the_bytes_at_each_edge(
     thin = frames.downsample(whole, edges, bins=10)
     assert len(thin) < len(whole)
     assert (thin == whole.loc[thin.index]).all(axis=None)  # real rows only
-    for name in ("total", *runs.CATEGORIES):
+    for name in ("total", *CATEGORIES):
         assert thin[name].max() == whole[name].max(), name
     assert thin["time_ms"].iloc[thin["total"].argmax()] == whole["time_ms"].iloc[whole["total"].argmax()]
     bins = (whole["time_ms"] / whole["time_ms"].iloc[-1] * 10).astype(int)
@@ -265,7 +266,7 @@ def test_two_sets_of_runs_in_one_figure(folder, tmp_path):
     assert "ddp, step: 0.10 s, then 0.01 s" in entry["alt"]
     assert "zero1-overlap" not in entry["alt"]  # in one set only
     assert (entry["hardware"], entry["backend"]) == ("CPU, 2 cores / 2 x GPU", "gloo / nccl")
-    with pytest.raises(runs.RunError, match="no variant in common"):
+    with pytest.raises(RunError, match="no variant in common"):
         overlapped = load_run(folder / "tiny" / "zero1-overlap")
         figures.before_and_after([overlapped], [load_run(other / "big" / "ddp")])
 
@@ -281,7 +282,7 @@ def test_two_sets_without_a_common_variant_are_said_and_the_rest_is_drawn(folder
 
 def test_a_run_that_cannot_be_analysed_leaves_no_file(folder, tmp_path, monkeypatch):
     def fail(run):
-        raise runs.RunError(f"{run.folder}: no communication")
+        raise RunError(f"{run.folder}: no communication")
 
     monkeypatch.setattr(frames, "comm_comp_overlap", fail)
     files, _, damaged = drawn(folder, tmp_path / "out", "light", ("svg",), "temporal,overlap")
@@ -373,5 +374,5 @@ def test_draw_all(folder, tmp_path):
     order = [e["alt"].index("ddp") < e["alt"].index("zero1-overlap") for e in manifest
              if "comparison" in e["file"]]  # fmt: skip
     assert order == [True, True]
-    with pytest.raises(runs.RunError, match="no recorded run"):
+    with pytest.raises(RunError, match="no recorded run"):
         gallery.draw_all(tmp_path / "nowhere", tmp_path)

@@ -122,6 +122,16 @@ def test_a_formula_in_code_stays_code():
     assert "$A" in re.sub(r"<[^>]+>", "", page)
 
 
+def test_tags_of_a_notebook_are_text():
+    page = make_post.markdown(
+        "<script>alert(1)</script> a <b onclick=x>b</b> <img src=x onerror=y> [x](javascript:alert(1)) "
+        "$a<b$\n\n<details><summary>Hint</summary>use `<b>` & <code>x</code></details>\n\n<iframe src=x>\n"
+    )
+    known = {"p", "a", "code", "details", "summary", "math", "mrow", "mi", "mo"}
+    assert set(re.findall(r"<(\w+)", page)) <= known
+    assert 'href="javascript:' not in page and "<details><summary>Hint</summary>" in page
+
+
 def test_dark_pictures_keep_colours_and_turn_paper_and_ink(tmp_path):
     import io
 

@@ -4,7 +4,8 @@
     python tools/make_post.py --out build/post --only '0[34]*'
 
 Nothing is executed. A formula becomes MathML, a picture a file of its own with alt text and caption, long
-code is folded, and traces and memory timelines open behind a click. No page needs the network.
+code is folded, and traces and memory timelines open behind a click. No page needs the network, and none
+runs a script but its own: what notebooks and runs say is text, and so are tags in it.
 """
 
 import argparse
@@ -18,10 +19,12 @@ import shutil
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from urllib.parse import quote
 
 import nbformat
 import numpy as np
 from latex2mathml.converter import convert
+from markupsafe import Markup
 from matplotlib.colors import to_rgb
 from nbconvert.filters import Highlight2HTML, strip_ansi
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
@@ -29,13 +32,16 @@ from PIL import Image, ImageFilter
 from pygments.formatters import HtmlFormatter
 
 from zero1_helpers import VARIANTS
-from zero1_helpers.measure.runs import find_runs, load_run, write_atomic
+from zero1_helpers.measure.files import RunError, write_atomic
+from zero1_helpers.measure.runs import Run, load_run, run_folders, run_names
+from zero1_helpers.measure.terminal import complain, say, tolerate_any_terminal
 from zero1_helpers.report.figures import COLOURS, THEMES
-from zero1_helpers.report.gallery import draw_all
+from zero1_helpers.report.gallery import draw_all, preset_of
+from zero1_helpers.report.html import render as render_page
 from zero1_helpers.report.pages import trace_html
 
 ROOT = Path(__file__).resolve().parent.parent
-TEMPLATE = Path(__file__).with_name("post.html")
+HERE = Path(__file__).resolve().parent
 LONG = 12  # lines of code; more are folded
 CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
 MATH = re.compile(r"\$\$(.+?)\$\$|(?<![\\$])\$(?!\s)([^$\n]+?)(?<!\s)\$", re.DOTALL)
@@ -44,17 +50,40 @@ PLAIN = re.compile(r'<span class="(?:n|nx|p|pm|w)">([^<]*)</span>')  # drawn as 
 CAPTION = re.compile(r"\*([^*].*)\*", re.DOTALL)
 
 
-def markdown(text: str) -> str:
+TAGS = re.compile(r"&lt;(/?(?:details|summary|code))&gt;")  # those that notebooks may use, bare
+FORMULA = re.compile("\ue000(\\d+)\ue001")
+
+
+class Renderer(IPythonRenderer):
+    """Markdown's HTML; other tags than TAGS are shown as they are written."""
+
+    def __init__(self):
+        super().__init__(escape=True, exclude_anchor_links=True, allow_harmful_protocols=False)
+
+    def inline_html(self, raw: str) -> str:
+        return TAGS.sub(r"<\1>", str(Markup.escape(html.unescape(raw))))
+
+    def block_html(self, raw: str) -> str:
+        return self.inline_html(raw) + "\n"
+
+
+def markdown(text: str) -> Markup:
     """HTML of a Markdown text; formulas outside of code become MathML, long code is folded."""
-    parts = CODE.split(text)
-    parts[::2] = [MATH.sub(mathml, part) for part in parts[::2]]
+    formulas = []
+
+    def kept(found) -> str:
+        formulas.append(mathml(found))
+        return f"\ue000{len(formulas) - 1}\ue001"
+
+    parts = CODE.split(text.replace("\ue000", ""))
+    parts[::2] = [MATH.sub(kept, part) for part in parts[::2]]
     text = FENCE.sub(lambda found: folded(found[1], f"\n\n{found[0]}\n\n"), "".join(parts))
-    renderer = IPythonRenderer(escape=False, exclude_anchor_links=True)
-    page = MarkdownWithMath(renderer=renderer).render(text)
+    page = MarkdownWithMath(renderer=Renderer()).render(text)
+    page = FORMULA.sub(lambda found: formulas[int(found[1])], page)
     page = page.replace("<table>", '<div class="scroll"><table>').replace(
         "</table>", "</table></div>"
     )
-    return re.sub(r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', page)
+    return Markup(re.sub(r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', page))
 
 
 def mathml(found) -> str:
@@ -62,22 +91,29 @@ def mathml(found) -> str:
 
 
 def folded(code: str, page: str, what: str = "code") -> str:
+    """`page`, behind a line to click on if `code` is long. Of the same kind as `page`: text or Markup."""
     lines = len(code.splitlines())
     if lines <= LONG:
         return page
-    return f"<details><summary>{what}, {lines} lines</summary>{page}</details>"
+    return type(page)("<details><summary>{}</summary>{}</details>").format(f"{what}, {lines} lines", page)
 
 
-def render(nb, name: str, out: Path) -> str:
+def render(nb, name: str, out: Path) -> Markup:
     """The body of a notebook's page; its pictures are written into `out`/pictures."""
     parts, highlight = [], Highlight2HTML(pygments_lexer="ipython3")
     for index, cell in enumerate(nb.cells):
         if cell.cell_type == "markdown":
             parts.append(markdown(cell.source))
         elif cell.cell_type == "code":
-            parts.append(folded(cell.source, highlight(cell.source)))
+            parts.append(folded(cell.source, Markup(highlight(cell.source))))
             parts += output_parts(cell.outputs, f"{name}-{index:02d}", out)
-    return "\n".join(parts)
+    return Markup("\n").join(parts)
+
+
+FIGURE = Markup(
+    '<figure><div class="scroll"><picture><source media="(prefers-color-scheme: dark)" '
+    'srcset="{dark}"><img src="{light}" alt="{alt}" {size}></picture></div>{caption}</figure>'
+)
 
 
 def output_parts(outputs, stem: str, out: Path):
@@ -86,37 +122,38 @@ def output_parts(outputs, stem: str, out: Path):
     for number, output in enumerate(outputs):
         data = output.get("data", {})
         if "image/png" in data:
-            alt = output.metadata.get("image/png", {}).get("alt")
-            if not alt:
-                raise ValueError(f"{stem}: a picture without alt text")
-            picture = base64.b64decode(data["image/png"])
-            width, height = (int.from_bytes(picture[at : at + 4]) for at in (16, 20))
-            path, dark = (
-                Path("pictures", f"{stem}-{number}.{theme}png") for theme in ("", "dark.")
-            )
-            write_atomic(out / path, picture)
-            write_atomic(out / dark, darken(picture))
             below = outputs[number + 1].get("data", {}) if number + 1 < len(outputs) else {}
             caption = CAPTION.fullmatch(below.get("text/markdown", "").strip())
             if caption:
                 outputs[number + 1] = {}
-            text = f"<figcaption>{html.escape(caption[1])}</figcaption>" if caption else ""
-            yield (
-                f'<figure><div class="scroll"><picture><source media="(prefers-color-scheme: dark)" '
-                f'srcset="{dark.as_posix()}"><img src="{path.as_posix()}" alt="{html.escape(alt)}" '
-                f'width="{width}" height="{height}" loading="lazy"></picture></div>{text}</figure>'
-            )
+            yield picture_part(output, f"{stem}-{number}", caption[1] if caption else "", out)
         elif "text/markdown" in data:
             yield markdown(data["text/markdown"])
-        elif "text/html" in data:
-            yield f'<div class="scroll">{data["text/html"]}</div>'
         elif (
             text := output.get("text")
             or data.get("text/plain")
             or "\n".join(output.get("traceback", ()))
         ):
             text = strip_ansi(text).rstrip()
-            yield folded(text, f'<pre class="out">{html.escape(text)}</pre>', "output")
+            yield folded(text, Markup('<pre class="out">{}</pre>').format(text), "output")
+
+
+def picture_part(output, stem: str, caption: str, out: Path) -> Markup:
+    alt = output.metadata.get("image/png", {}).get("alt")
+    if not alt:
+        raise ValueError(f"{stem}: a picture without alt text")
+    picture = base64.b64decode(output["data"]["image/png"])
+    width, height = (int.from_bytes(picture[at : at + 4]) for at in (16, 20))
+    path, dark = (Path("pictures", f"{stem}.{theme}png") for theme in ("", "dark."))
+    write_atomic(out / path, picture)
+    write_atomic(out / dark, darken(picture))
+    return FIGURE.format(
+        dark=dark.as_posix(),
+        light=path.as_posix(),
+        alt=alt,
+        size=Markup('width="{}" height="{}" loading="lazy"').format(width, height),
+        caption=Markup("<figcaption>{}</figcaption>").format(caption) if caption else "",
+    )
 
 
 def darken(picture: bytes) -> bytes:
@@ -154,57 +191,61 @@ def darken(picture: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def explorers(runs, variants, out: Path) -> str:
-    """Boxes that open the recorded traces and timelines of these variants."""
+def explorers(runs: dict[str, Run], variants, out: Path) -> Markup:
+    """Boxes that open the recorded traces and timelines of these variants. `runs`: {name: run}."""
     boxes = []
-    for run, folder in runs:
+    for name, run in runs.items():
         if run.variant in variants:
-            preset, page = folder.parent.name, f"explore/{folder.parent.name}/{folder.name}.html"
+            page = f"explore/{name}.html"
             if not (out / page).exists():
                 write_atomic(out / page, trace_html(run).encode())
-            timelines = f"figures/{preset}/timelines.html#{run.variant}"
-            for what, address in (("trace of all ranks", page), ("memory timeline", timelines)):
-                boxes.append(
-                    f'<details data-page="{address}"><summary>{html.escape(run.title)}, '
-                    f"{html.escape(preset)}: {what}</summary></details>"
-                )
+            preset, _, folder = name.rpartition("/")
+            timelines = f"{address(f'figures/{preset}/timelines.html')}#{address(folder)}"
+            for what, where in (("trace of all ranks", address(page)), ("memory timeline", timelines)):
+                box = '<details data-page="{}"><summary>{}, {}: {}</summary></details>'
+                boxes.append(Markup(box).format(where, run.title, preset, what))
     if not boxes:
-        return ""
-    return (
+        return Markup()
+    return Markup(
         '<h2 id="explore">Explore the recorded runs</h2>\n<p class="setting">Runs that come with the '
-        "project; the outputs above are this page's own.</p>\n" + "\n".join(boxes)
-    )
+        "project; the outputs above are this page's own.</p>\n{}"
+    ).format(Markup("\n").join(boxes))
 
 
-def comparisons(out: Path, presets) -> str:
+def address(path: str) -> str:
+    """A file's path as a page's address: a folder may be called `50% #1?`."""
+    return quote(os.fsencode(path))
+
+
+def comparisons(out: Path, presets) -> Markup:
     """The figure of all variants, for each preset, in the reader's theme."""
     parts = []
-    listed = {entry["file"]: entry for entry in json.loads((out / "figures" / "figures.json").read_text())}
+    entries = json.loads((out / "figures" / "figures.json").read_text(encoding="utf-8"))
+    listed = {entry["file"]: entry for entry in entries}
     for preset in presets:
-        stem, entry = f"figures/{preset}/comparison", listed[f"{preset}/comparison.light.svg"]
-        parts.append(
-            '<figure><div class="scroll"><picture>'
-            f'<source media="(prefers-color-scheme: dark)" srcset="{stem}.dark.svg">'
-            f'<img src="{stem}.light.svg" width="936" alt="{html.escape(entry["alt"])}">'
-            "</picture></div>"
-            f"<figcaption>All variants. {html.escape(entry['caption'])}</figcaption></figure>"
-        )
-    return "\n".join(parts)
+        if entry := listed.get(f"{preset}/comparison.light.svg"):
+            stem = f"figures/{preset}/comparison"
+            caption = Markup("<figcaption>All variants. {}</figcaption>").format(entry["caption"])
+            parts.append(
+                FIGURE.format(
+                    dark=address(f"{stem}.dark.svg"),
+                    light=address(f"{stem}.light.svg"),
+                    alt=entry["alt"],
+                    size=Markup('width="936"'),
+                    caption=caption,
+                )
+            )
+    return Markup("\n").join(parts)
 
 
-def page(title: str, body: str, nav: str) -> bytes:
-    styles = {"LIGHT": HtmlFormatter(style="default"), "DARK": HtmlFormatter(style="github-dark")}
+def page(title: str, body: Markup, nav: Markup) -> bytes:
+    styles = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
+    unused = re.compile(r"background: [^;]+;|^pre .*|^td.*|^span.*", re.MULTILINE)
     parts = {
-        key: re.sub(
-            r"background: [^;]+;|^pre .*|^td.*|^span.*",
-            "",
-            style.get_style_defs(".highlight"),
-            flags=re.MULTILINE,
-        )
-        for key, style in styles.items()
+        name: Markup(unused.sub("", style.get_style_defs(".highlight"))) for name, style in styles.items()
     }
-    parts |= {"TITLE": html.escape(title), "BODY": PLAIN.sub(r"\1", body), "NAV": nav}
-    return re.sub(r"__([A-Z]+)__", lambda found: parts[found[1]], TEMPLATE.read_text()).encode()
+    body = Markup(PLAIN.sub(r"\1", body))
+    return render_page("post.html", folder=HERE, title=title, body=body, nav=nav, **parts).encode()
 
 
 def main(argv=None):
@@ -220,66 +261,93 @@ def main(argv=None):
     ]
     if not paths:
         parser.error(f"no notebook is called {args.only}")
+    tolerate_any_terminal()
     try:
-        build(paths, args.out, args.runs)
+        return bool(build(paths, args.out, args.runs))
+    except KeyboardInterrupt:
+        sys.exit("make_post: interrupted")
     except (OSError, ValueError) as error:
         sys.exit(f"make_post: {error}")
 
 
-def build(paths, out: Path, traces: Path):
-    """Write all pages beside `out`, then put them there: a page that fails leaves the old ones."""
+def build(paths, out: Path, traces: Path) -> int:
+    """Write all pages beside `out`, then put them there: a page that fails leaves the old ones.
+
+    A damaged run is named and left out. Returns how many were.
+    """
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        print("figures and timelines of the recorded runs ...", flush=True)
-        if draw_all(
-            traces,
-            part / "figures",
-            formats=("svg", "html"),
-            only="comparison,timelines",
-            jobs=os.cpu_count() or 1,
-            progress=lambda line: None,
-        ):
-            raise ValueError(f"a run under {traces} is damaged; `zero1 figures` names it")
-        runs = [(load_run(folder), folder) for folder in find_runs(traces)]
-        runs.sort(key=lambda entry: (*VARIANTS, entry[0].variant).index(entry[0].variant))
+        say("figures and timelines of the recorded runs ...")
+        runs, damaged = sound_runs(traces)
+        if runs:
+            folders = [run.folder for run in runs.values()]
+            damaged += draw_all(
+                folders,
+                part / "figures",
+                formats=("svg", "html"),
+                only="comparison,timelines",
+                jobs=os.cpu_count() or 1,
+                progress=lambda line: line.startswith("skipped") and complain("make_post", line),
+            )
         notebooks = [nbformat.read(path, 4) for path in paths]
         titles = [re.match(r"# (.+)", nb.cells[0].source)[1] for nb in notebooks]
         entries = []
         for i, (path, nb, title) in enumerate(zip(paths, notebooks, titles, strict=True)):
-            print(f"[{i + 1}/{len(paths)}] {path.stem}", flush=True)
+            say(f"[{i + 1}/{len(paths)}] {path.stem}")
             code = "\n".join(cell.source for cell in nb.cells if cell.cell_type == "code")
             named = [name for name in VARIANTS if re.search(rf"""["'/]{name}["']""", code)]
-            body = render(nb, path.stem, part) + explorers(runs, named, part)
-            links = [
-                f'<a href="{paths[i - 1].stem}.html">← {html.escape(titles[i - 1])}</a>'
-                if i
-                else "",
-                '<a href="index.html">All parts</a>',
-                f'<a href="{paths[i + 1].stem}.html">{html.escape(titles[i + 1])} →</a>'
-                if i + 1 < len(paths)
-                else "",
-            ]
-            nav = "<nav>" + "".join(f"<span>{link}</span>" for link in links) + "</nav>"
+            body = Markup("{}{}").format(render(nb, path.stem, part), explorers(runs, named, part))
+            nav = navigation(paths, titles, i)
             write_atomic(part / f"{path.stem}.html", page(title, body, nav))
-            goal = re.search(r"\*\*Goal\.?\*\*\.?\s*(.+?)(?:\n\n|$)", nb.cells[0].source, re.DOTALL)
-            entries.append(
-                f'<li><a href="{path.stem}.html">{html.escape(title)}</a><br>'
-                f"{markdown(goal[1]) if goal else ''}</li>"
-            )
-        body = (
-            "<h1>ZeRO-1, by hand and measured</h1>\n"
-            + comparisons(part, sorted({f.parent.name for _, f in runs}))
-            + f'\n<ul class="parts">{"".join(entries)}</ul>'
+            entries.append(entry_of(path, nb, title))
+        presets = sorted({preset_of(name) for name in runs})
+        body = Markup('<h1>{}</h1>\n{}\n<ul class="parts">{}</ul>').format(
+            TITLE, comparisons(part, presets), Markup().join(entries)
         )
-        write_atomic(part / "index.html", page("ZeRO-1, by hand and measured", body, ""))
+        write_atomic(part / "index.html", page(TITLE, body, Markup()))
         shutil.rmtree(out, ignore_errors=True)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    print(f"{out}/index.html")
+    say(f"{out}/index.html")
+    return damaged
+
+
+TITLE = "ZeRO-1, by hand and measured"
+
+
+def sound_runs(traces: Path) -> tuple[dict[str, Run], int]:
+    """({name: run} in the order of the series, how many are damaged)."""
+    sound, damaged = [], 0
+    for folder in run_folders(traces):
+        try:
+            sound.append(load_run(folder))
+        except RunError as error:
+            damaged += 1
+            complain("make_post", f"skipped: {error}")
+    sound.sort(key=lambda run: (*VARIANTS, run.variant).index(run.variant))
+    names = run_names(run.folder for run in sound)
+    return {names[run.folder]: run for run in sound}, damaged
+
+
+def navigation(paths, titles, i: int) -> Markup:
+    """Links to the part before, to all parts, and to the next one."""
+    link = Markup('<span><a href="{}.html">{}</a></span>')
+    before = link.format(paths[i - 1].stem, f"← {titles[i - 1]}") if i else Markup("<span></span>")
+    after = Markup("<span></span>")
+    if i + 1 < len(paths):
+        after = link.format(paths[i + 1].stem, f"{titles[i + 1]} →")
+    return Markup("<nav>{}{}{}</nav>").format(before, link.format("index", "All parts"), after)
+
+
+def entry_of(path: Path, nb, title: str) -> Markup:
+    """A part in the index: its title, and its goal."""
+    goal = re.search(r"\*\*Goal\.?\*\*\.?\s*(.+?)(?:\n\n|$)", nb.cells[0].source, re.DOTALL)
+    text = markdown(goal[1]) if goal else ""
+    return Markup('<li><a href="{}.html">{}</a><br>{}</li>').format(path.stem, title, text)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from zero1_helpers.measure.runs import find_runs, load_run, write_atomic
+from zero1_helpers.measure.files import write_atomic
+from zero1_helpers.measure.runs import find_runs, load_run
 from zero1_helpers.report.figures import comparison, save
 from zero1_helpers.report.tables import replace_marked, report
 

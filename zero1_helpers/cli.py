@@ -1,13 +1,15 @@
 """`zero1`, or `python -m zero1_helpers`: record | figures | report | view | export-trace | plan | doctor."""
 
-import argparse
+import contextlib
 import os
 import shutil
-import sys
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from zero1_helpers._groups import explained
+from zero1_helpers.measure.arguments import Parser, WrongUse, amount, whole
+from zero1_helpers.measure.files import one_printable_line
+from zero1_helpers.measure.terminal import complain, flush, one_line, say, tolerate_any_terminal
 
 # Before torch is imported: its libraries read these once.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -17,24 +19,30 @@ INTERRUPTED = 130  # the shell's own status for what Ctrl-C has ended
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    """The exit status: 0 all is done, 1 a rank or some runs failed, 2 nothing could be done."""
+    tolerate_any_terminal()
+    command = "zero1"
     try:
-        return args.run(args) or 0
+        args = parse(argv)
+        command = f"zero1 {args.command}"
+        status = args.run(args) or 0
+        return status if flush() else 1
     except ModuleNotFoundError as error:
-        print(f"zero1 {args.command}: {explained(error)}", file=sys.stderr)
+        complain(command, explained(error))
         return 2
     except KeyboardInterrupt:
-        print(f"zero1 {args.command}: interrupted", file=sys.stderr, flush=True)
+        complain(command, "interrupted")
         return INTERRUPTED
-    except (ValueError, OSError) as error:
+    except WrongUse as error:
+        complain(*error.args)
+    except (ValueError, ArithmeticError, OSError) as error:
         strange = isinstance(error, OSError) and error.filename
-        said = f"{error.filename}: {error.strerror}" if strange else error
-        print(f"zero1 {args.command}: {said}", file=sys.stderr)
-        return 2
+        complain(command, f"{error.filename}: {error.strerror}" if strange else error)
+    return 2
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(prog="zero1", description=__doc__)
+    parser = Parser(prog="zero1", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     record = commands.add_parser("record", help="train one variant under the profiler, write a run")
@@ -43,13 +51,13 @@ def parse(argv):
         "--preset", default="small", help="tiny, small (default) or smollm2-360m"
     )
     record.add_argument(
-        "--ranks", type=int, default=4, help="processes to start (default: %(default)s)"
+        "--ranks", type=whole(1, 1024), default=4, help="processes to start (default: %(default)s)"
     )
     record.add_argument(
-        "--steps", type=int, default=4, help="steps to record (default: %(default)s)"
+        "--steps", type=whole(1, 10**6), default=4, help="steps to record (default: %(default)s)"
     )
     record.add_argument(
-        "--batch-size", type=int, help="examples per rank and step (default: the preset's)"
+        "--batch-size", type=whole(1, 10**6), help="examples per rank and step (default: the preset's)"
     )
     record.add_argument(
         "--link",
@@ -78,7 +86,7 @@ def parse(argv):
 
     view = commands.add_parser("view", help="the trace of a run in Perfetto, all ranks, offline")
     view.add_argument("folder", metavar="RUN", type=Path)
-    view.add_argument("--port", type=int, default=9001, help="default: %(default)s")
+    view.add_argument("--port", type=whole(0, 65535), default=9001, help="default: %(default)s")
     view.add_argument("--no-browser", action="store_true", help="only print the address")
     view.set_defaults(run=run_view)
 
@@ -89,16 +97,20 @@ def parse(argv):
     export.set_defaults(run=run_export_trace)
 
     plan = commands.add_parser("plan", help="memory, traffic and exposed communication, on paper")
-    plan.add_argument("--params", required=True, type=float, help="number of parameters, as 7.5e9")
-    plan.add_argument("--ranks", required=True, type=int)
+    plan.add_argument("--params", required=True, type=amount(1, 1e18), help="number of parameters, as 7.5e9")
+    plan.add_argument("--ranks", required=True, type=whole(1, 10**7))
     plan.add_argument("--link", required=True, help="inside a node: a preset or a rate, as nvlink or 100GB/s")
     plan.add_argument("--between", help="between nodes, the same; without it all ranks share one node")
-    plan.add_argument("--node", type=int, default=8, help="ranks of a node (default: %(default)s)")
+    plan.add_argument(
+        "--node", type=whole(1, 10**7), default=8, help="ranks of a node (default: %(default)s)"
+    )
     plan.add_argument("--recipe", default="mixed", help="mixed (default), bf16, fp32, mixed-fp32-grads")
-    plan.add_argument("--tokens", type=float, default=8192, help="per rank and step (default: %(default)s)")
-    plan.add_argument("--flops", type=float, default=4e14,
+    plan.add_argument(
+        "--tokens", type=amount(0, 1e15), default=8192, help="per rank and step (default: %(default)s)"
+    )
+    plan.add_argument("--flops", type=amount(1, 1e30), default=4e14,
                       help="a rank's, per second (default: 4e14, 40%% of an H100's bf16)")  # fmt: skip
-    plan.add_argument("--tensors", type=int, default=300, help="default: %(default)s")
+    plan.add_argument("--tensors", type=whole(1, 10**9), default=300, help="default: %(default)s")
     plan.set_defaults(run=run_plan)
 
     doctor = commands.add_parser("doctor", help="is this machine ready? one line for each question")
@@ -119,8 +131,6 @@ def run_record(args) -> int:
     get_variant(args.variant, args.preset)
     if args.link != "auto":
         parse_link(args.link)
-    if args.ranks < 1 or args.steps < 1 or (args.batch_size or 1) < 1:
-        raise ValueError("--ranks, --steps and --batch-size are 1 or more")
     what = (args.variant, args.preset, args.steps, args.out, args.link, args.batch_size, args.raw)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with torchruns_group():
@@ -140,7 +150,7 @@ def run_record(args) -> int:
     try:
         run_ranks(record_on_link, args.ranks, *what, use_gpus=True)
     except RankFailed as error:
-        print(f"zero1 record: {error}", file=sys.stderr)
+        complain("zero1 record", error)
         return 1
     except KeyboardInterrupt:
         shutil.rmtree(new_files(args.out), ignore_errors=True)
@@ -148,57 +158,70 @@ def run_record(args) -> int:
     return 0
 
 
-def recorded(root: Path) -> list[Path]:
-    from zero1_helpers.measure.runs import find_runs
-
-    if not (folders := find_runs(root)):
-        raise ValueError(f"no recorded run under {root}; make some with `zero1 record`")
-    return folders
-
-
 def run_figures(args) -> int:
     from zero1_helpers.report.gallery import draw_all
 
-    damaged = draw_all(args.runs, args.out, args.theme, args.format.split(","), args.only, args.against,
-                       jobs=os.cpu_count() or 1, progress=partial(print, flush=True))  # fmt: skip
+    damaged = draw_all(
+        args.runs,
+        args.out,
+        args.theme,
+        args.format.split(","),
+        args.only,
+        args.against,
+        jobs=os.cpu_count() or 1,
+        progress=lambda line: say(one_printable_line(line)),
+    )
     if damaged:
-        print(f"zero1 figures: {damaged} of the runs skipped, see above", file=sys.stderr)
+        complain("zero1 figures", f"{damaged} of the runs skipped, see above")
     return bool(damaged)
 
 
 def run_view(args) -> int:
-    import webbrowser
+    from zero1_helpers.report.server import serve
 
-    from zero1_helpers.measure.runs import load_run
-    from zero1_helpers.report.pages import serve
+    return for_each_run("zero1 view", [args.folder], lambda run: view(args, serve(run, args.port)))
 
-    with serve(load_run(args.folder), args.port) as server:
-        print(f"{args.folder} in Perfetto (Ctrl-C ends it): {server.address}", flush=True)
-        if not args.no_browser:
-            webbrowser.open(server.address)
-        try:
+
+def view(args, server) -> None:
+    from zero1_helpers.report.server import opened_in_a_browser
+
+    browser = contextlib.nullcontext() if args.no_browser else opened_in_a_browser(server.address)
+    with server, contextlib.suppress(KeyboardInterrupt):
+        say(f"{one_printable_line(str(args.folder))} in Perfetto (Ctrl-C ends it): {server.address}")
+        with browser:
             server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
 
 
 def run_export_trace(args) -> int:
-    from zero1_helpers.measure.runs import RunError, load_run, write_atomic
+    from zero1_helpers.measure.files import write_atomic
+    from zero1_helpers.measure.runs import run_folders, run_names
     from zero1_helpers.report.pages import trace_html
 
-    damaged = 0
-    for folder in recorded(args.folder):
-        preset, name = folder.resolve().parts[-2:]
-        path = args.out / preset / name / "trace.html"
-        try:
-            page = trace_html(load_run(folder))
-        except RunError as error:
-            damaged += 1
-            print(f"zero1 export-trace: skipped: {error}", file=sys.stderr, flush=True)
-            continue
+    names = run_names(run_folders(args.folder))
+
+    def export(run):
+        page = trace_html(run)
+        path = args.out / names[run.folder] / "trace.html"
         write_atomic(path, page.encode())
-        print(path, flush=True)
-    return bool(damaged)
+        say(one_printable_line(str(path)))
+
+    return for_each_run("zero1 export-trace", names, export)
+
+
+def for_each_run(command: str, folders, work: Callable) -> int:
+    """`work(run)` for each; a bad run is named and left out. The exit status: 1 if there was any."""
+    from zero1_helpers.measure.files import RunError
+    from zero1_helpers.measure.runs import load_run
+
+    status = 0
+    for folder in folders:
+        try:
+            work(load_run(folder))
+        except (RunError, ArithmeticError, LookupError, TypeError) as error:
+            reason = error if isinstance(error, RunError) else f"{folder}: {one_line(error)}"
+            complain(command, f"skipped: {reason}")
+            status = 1
+    return status
 
 
 def run_plan(args) -> int:
@@ -206,30 +229,37 @@ def run_plan(args) -> int:
     from zero1_helpers.report.plan import WORLDS, Network, Workload, growth, plan, stages
 
     inside, between = parse_link(args.link), parse_link(args.between) if args.between else None
-    if inside is None or args.flops <= 0 or args.ranks < 1 or args.params <= 0 or args.tokens < 0:
-        raise ValueError("--params, --ranks and --flops are above 0, --tokens 0 or more, --link is not none")
+    if inside is None:
+        raise ValueError("--link is not none: ranks need one")
     network = Network(inside, between, args.node)
     compute = 6 * args.params * args.tokens / args.flops
     work = Workload(args.params, compute, args.recipe, args.tensors)
     where = f"{inside} inside nodes of {args.node}, {between} between" if between else str(inside)
-    print(f"On paper: {args.params:.3g} parameters, {args.recipe}, {args.ranks} ranks, {where}.")
-    print(f"Compute is 6 FLOPs a parameter and token: {args.tokens:g} tokens in {compute:.3g} s.\n")
+    say(f"On paper: {args.params:.3g} parameters, {args.recipe}, {args.ranks} ranks, {where}.")
+    say(f"Compute is 6 FLOPs a parameter and token: {args.tokens:g} tokens in {compute:.3g} s.\n")
     worlds = sorted({*WORLDS, args.ranks} if between else {1, args.ranks})
     for title, frame, digits in (
         ("Model states, GB per rank", stages(args.params, args.recipe, args.ranks), 2),
         ("Variants, per rank and step", plan(work, args.ranks, network), 3),
         ("Non-compute time in % over the number of ranks", growth(work, network, worlds), 1),
     ):
-        print(f"{title}\n{frame.round(digits).to_string()}\n")
+        say(f"{title}\n{frame.round(digits).to_string()}\n")
     return 0
 
 
 def run_report(args) -> int:
-    from zero1_helpers.measure.runs import load_run
-    from zero1_helpers.report.tables import report
+    from zero1_helpers.measure.runs import run_folders
+    from zero1_helpers.report.tables import report, results_table
 
-    print(report(map(load_run, recorded(args.runs))))
-    return 0
+    sound = []
+
+    def check(run):
+        results_table([run])  # what a table asks of a run, this one has
+        sound.append(run)
+
+    status = for_each_run("zero1 report", run_folders(args.runs), check)
+    say(report(sound))
+    return status
 
 
 def run_doctor(args) -> int:

@@ -49,10 +49,12 @@ def _read_regular(path: Path) -> bytes:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     if path.is_symlink():
         raise RunError(f"{path}: a symbolic link; a run's files are regular ones")
-    with open(os.open(path, flags), "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise RunError(f"{path}: not a regular file")
+    descriptor = os.open(path, flags)
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(descriptor)
+        raise RunError(f"{path}: not a regular file")
+    with open(descriptor, "rb") as file:
         if about.st_size > LARGEST:
             raise RunError(f"{path}: too large; at most {LARGEST // 2**20} MiB are read")
         return file.read(LARGEST)

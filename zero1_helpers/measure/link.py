@@ -13,6 +13,7 @@ faster than gloo itself: an operation that gloo ends after its deadline is `late
 many are late says so. Over NCCL there is nothing to emulate, and nothing of this is used.
 """
 
+import math
 import os
 import queue
 import re
@@ -41,7 +42,7 @@ class Link:
     source: str = "chosen by hand"
 
     def __post_init__(self):
-        if not self.bandwidth > 0 or not self.latency >= 0:
+        if not 0 < self.bandwidth < math.inf or not 0 <= self.latency < math.inf:
             raise ValueError(
                 "a link has a bandwidth above 0 B/s and a latency of 0 s or more, not "
                 f"{self.bandwidth} B/s and {self.latency} s"
@@ -68,8 +69,9 @@ PRESETS = {
     "10gbit": Link(1.25e9, 50e-6, "10 Gb/s Ethernet (IEEE 802.3ae)"),
 }
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "bit": 1 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
-SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-RATE = re.compile(r"\s*(-?[\d.]+(?:e-?\d+)?)\s*(\w+)/s(?:\s*\+\s*([\d.]+)\s*(us|µs|ms|s))?\s*")
+SECONDS = {"us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}  # micro sign, Greek mu
+NUMBER = r"(-?\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?)"
+RATE = re.compile(rf"\s*{NUMBER}\s*(\w+)/s(?:\s*\+\s*{NUMBER}\s*({'|'.join(SECONDS)}))?\s*")
 
 
 def parse_link(text: str) -> Link | None:

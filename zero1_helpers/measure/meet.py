@@ -18,13 +18,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+
+from zero1_helpers.measure.terminal import flush, one_line, tolerate_any_terminal
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 TIMEOUT = timedelta(minutes=30)  # torch's own for gloo
@@ -142,24 +143,15 @@ def _exit(code: int) -> str:
 def _be_a_rank(report, store, rank, ranks, use_gpus, function, arguments) -> None:
     """Body of a process that `run_ranks` has started."""
     os.set_inheritable(report, False)
+    tolerate_any_terminal()
     try:
         with group(store, rank, ranks, use_gpus=use_gpus):
             function(*arguments)
-        sys.stdout.flush()
+        flush()
     except BaseException as error:
         # Said first: the other ranks fail as soon as this one's connections close.
         Connection(report, readable=False).send_bytes(one_line(error).encode(errors="replace"))
         os._exit(1)
-
-
-def one_line(error: BaseException) -> str:
-    """An error in one line; with the place where it was raised, unless it says what to do."""
-    text = next(iter(str(error).splitlines()), "")[:500]
-    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if isinstance(error, ValueError | OSError) or not error.__traceback__:
-        return line
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{line} ({Path(last.filename).name}, line {last.lineno})"
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ either whole or absent. Every fault of a folder is a `RunError` naming the file 
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -165,17 +165,12 @@ def run_folders(root) -> list[Path]:
 
 
 def run_names(folders: Iterable[Path]) -> dict[Path, str]:
-    """{folder: its name, as "small/ddp"}: as many last parts of its path as tell it from the others."""
-    parts = {folder: Path(folder).resolve().parts[1:] for folder in folders}
-    names = {}
-    for folder, mine in parts.items():
-        length = 2
-        while length < len(mine) and any(
-            other[-length:] == mine[-length:] for other in parts.values() if other != mine
-        ):
-            length += 1
-        names[folder] = "/".join(mine[-length:])
-    return names
+    """{folder: its name, as "small/ddp"}: as many last parts of the path as tell all apart, at least two."""
+    parts = {folder: folder.resolve().parts[1:] for folder in map(Path, folders)}
+    different, length = len(set(parts.values())), 2
+    while len({path[-length:] for path in parts.values()}) < different:
+        length += 1
+    return {folder: "/".join(path[-length:]) for folder, path in parts.items()}
 
 
 def load_record(folder) -> dict:
@@ -195,12 +190,3 @@ def load_run(folder) -> Run:
         path = _file(folder, "memory", rank)
         memories[rank] = check_memory(read_file(path), path)
     return Run(folder, record, traces, memories)
-
-
-def load_runs(folders: Iterable[Path]) -> Iterator[tuple[Path, Run | RunError]]:
-    """(folder, run) of each; for a bad run its RunError in its place, so that the others go on."""
-    for folder in folders:
-        try:
-            yield folder, load_run(folder)
-        except RunError as error:
-            yield folder, error

@@ -367,6 +367,7 @@ def _look(theme: str):
         raise ValueError(f"theme must be one of {', '.join(THEMES)}, not {theme!r}")
     look = THEMES[theme]
     ours = {
+        "text.parse_math": False,  # a title is text, dollar signs included
         "font.family": "DejaVu Sans", "font.size": 8.5, "svg.fonttype": "path",
         "svg.hashsalt": "zero1", "figure.facecolor": look["paper"], "axes.facecolor": "none",
         "savefig.facecolor": look["paper"], "text.color": look["ink"],

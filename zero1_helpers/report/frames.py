@@ -19,6 +19,7 @@ import functools
 import logging
 import re
 
+import numpy as np
 import pandas as pd
 
 from zero1_helpers.measure.files import RunError
@@ -65,7 +66,8 @@ def temporal_breakdown(run) -> pd.DataFrame:
 @once_per_run
 def comm_comp_overlap(run) -> pd.DataFrame:
     """Per rank: overlap_pct, of communication time; NaN where nothing was communicated."""
-    table = _hta(run).get_comm_comp_overlap(visualize=False).sort_values("rank")
+    with np.errstate(invalid="ignore"):  # HTA divides by the time of communication, maybe 0
+        table = _hta(run).get_comm_comp_overlap(visualize=False).sort_values("rank")
     table = table.rename(columns={"comp_comm_overlap_pctg": "overlap_pct"}).astype({"rank": int})
     return table.reset_index(drop=True)
 

@@ -6,13 +6,16 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from zero1_helpers.measure.runs import Run, RunError, find_runs, load_run, write_atomic
+from zero1_helpers.measure.files import RunError, read_file, write_atomic
+from zero1_helpers.measure.runs import Run, load_run, run_folders, run_names
+from zero1_helpers.measure.terminal import one_line
 from zero1_helpers.report import figures, frames, pages
 from zero1_helpers.report.figures import COLOURS, STACK, THEMES
 
@@ -36,12 +39,12 @@ class Order:
 
     def wants(self, name: str, kind: str) -> bool:
         """Whether `only` (globs and commas) has the figure's path, or its kind, its preset or its run."""
-        names = (f"{name}/{kind}", kind, name, name.split("/")[0])
+        names = (f"{name}/{kind}", kind, name, preset_of(name))
         return any(fnmatch(text, glob) for text in names for glob in self.only.split(","))
 
     def needs(self, name: str) -> bool:
         """Whether a run is in any figure that is wanted."""
-        groups = ((name, PER_RUN), (name.split("/")[0], (*PER_PRESET, "timelines")))
+        groups = ((name, PER_RUN), (preset_of(name), (*PER_PRESET, "timelines")))
         return any(self.wants(group, kind) for group, kinds in groups for kind in kinds)
 
     def save(self, name: str, kind: str, draw: Callable, runs: list[Run]) -> list[dict]:
@@ -69,43 +72,77 @@ def draw_all(root, out, theme: str = "both", formats=FORMATS, only: str = "*", a
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {', '.join(strange)}")
     order = Order(Path(out), tuple(THEMES) if theme == "both" else (theme,), tuple(formats), only)
     others = _folders(against) if against else []
-    folders = [folder for folder in _folders(root) if against or order.needs(_name(folder))]
+    names, their_names = run_names(_folders(root)), run_names(others)
+    folders = [folder for folder, name in names.items() if against or order.needs(name)]
     if not folders:
         raise ValueError(f"no figure is called {only!r}")
-    count = len(folders)
+    known = _read_manifest(order.out)
     try:
         write_atomic(order.out / ".writable", b"")
         (order.out / ".writable").unlink()
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error.strerror})") from None
-    damaged, manifest, groups = 0, [], ({}, {})
-    for number, (folder, result) in enumerate(_each([*folders, *others], order, count, jobs)):
-        name = _name(folder)
-        progress(f"[{number + 1}/{count + len(others)}] {name}")
+    damaged, manifest, groups, count = 0, [], ({}, {}), len(folders)
+    tasks = [(folder, names[folder], order) for folder in folders]
+    tasks += [(folder, name, None) for folder, name in their_names.items()]
+    for number, (name, result) in enumerate(_each(tasks, jobs)):
+        progress(f"[{number + 1}/{len(tasks)}] {name}")
         if isinstance(result, str):
             damaged += 1
             progress(f"skipped: {result}")
             continue
         entries, run = result
         manifest += entries
-        groups[number >= count].setdefault(name.split("/")[0], []).append(run)
+        groups[number >= count].setdefault(preset_of(name), []).append(run)
     for preset, runs in groups[0].items():
-        manifest += _draw_preset(order, preset, runs)
-    names = [Path(folder).resolve().name for folder in (root, against) if against]
-    if len(set(names)) == 1:
-        names = [_name(Path(folder)) for folder in (root, against)]
-    for mine, theirs in _pairs(*groups):
-        sets = groups[0][mine], groups[1][theirs]
-        try:
-            manifest += order.save(mine, f"against_{theirs}", partial(figures.before_and_after, *sets, names),
-                                   sum(sets, []))  # fmt: skip
-        except RunError as error:  # no variant in common
-            damaged += len(sets[1])
-            progress(f"skipped: {error}")
+        with _skipping(progress) as skipped:
+            manifest += _draw_preset(order, preset, runs)
+        damaged += len(skipped)
+    if against:
+        entries, undone = _compare(order, groups, (root, against), progress)
+        manifest, damaged = manifest + entries, damaged + undone
     if not manifest and not damaged:
         raise ValueError(f"no figure is called {only!r}")
-    _write_manifest(order.out, manifest)
+    _write_manifest(order.out, known, manifest)
     return damaged
+
+
+def _compare(order: Order, groups, roots, progress) -> tuple[list[dict], int]:
+    """Draw two sets of runs, preset by preset. (entries, how many runs could not be compared)."""
+    titles = [Path(folder).resolve().name for folder in roots]
+    if len(set(titles)) == 1:
+        titles = ["/".join(Path(folder).resolve().parts[-2:]) for folder in roots]
+    entries, undone = [], 0
+    for mine, theirs in _pairs(*groups):
+        sets = groups[0][mine], groups[1][theirs]
+        with _skipping(progress) as skipped:  # no variant in common, for instance
+            draw = partial(figures.before_and_after, *sets, titles)
+            kind = f"against_{theirs}".replace("/", "_")
+            entries += order.save(mine, kind, draw, sum(sets, []))
+        undone += len(sets[1]) * len(skipped)
+    return entries, undone
+
+
+def preset_of(name: str) -> str:
+    """The folder in which a run's folder lies: "small" of "small/ddp"."""
+    return name.rpartition("/")[0]
+
+
+@contextmanager
+def _skipping(progress):
+    """What cannot be drawn is said in a line, and the rest goes on. Yields the list of such lines."""
+    skipped = []
+    try:
+        yield skipped
+    except OSError:
+        raise  # the folder cannot be written: that ends all
+    except Exception as error:
+        skipped.append(_reason(error))
+        progress(f"skipped: {skipped[0]}")
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, RunError) else f"cannot be drawn: {one_line(error)}"
 
 
 def _draw_preset(order: Order, preset: str, runs: list[Run]) -> list[dict]:
@@ -126,30 +163,22 @@ def _folders(root) -> list[Path]:
     """Folders of runs, unfinished ones too: these are named when they are read."""
     if not isinstance(root, str | Path):
         return [Path(folder) for folder in root]
-    unfinished = {path.parent for path in Path(root).rglob("*.rank*.gz")}
-    if not (folders := sorted({*find_runs(root), *unfinished})):
-        raise RunError(f"{root}: no recorded run (run.json) in it; make some with `zero1 record`")
-    return folders
+    return run_folders(root)
 
 
-def _name(folder: Path) -> str:
-    return "/".join(folder.resolve().parts[-2:])
-
-
-def _each(folders, order: Order, count: int, jobs: int):
-    """(folder, what `_draw_run` says of it), in order, from `jobs` processes; the first `count` are drawn."""
-    tasks = [(folder, order if i < count else None) for i, folder in enumerate(folders)]
+def _each(tasks, jobs: int):
+    """(name, what `_draw_run` says of it), in order, from `jobs` processes."""
     if min(jobs, len(tasks)) < 2:
-        yield from ((folder, _draw_run(folder, order)) for folder, order in tasks)
+        yield from ((task[1], _draw_run(*task)) for task in tasks)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = [(task[0], pool.submit(_draw_run, *task)) for task in tasks]
-        yield from ((folder, future.result()) for folder, future in futures)
+        futures = [(task[1], pool.submit(_draw_run, *task)) for task in tasks]
+        yield from ((name, future.result()) for name, future in futures)
 
 
-def _draw_run(folder: Path, order: Order | None):
+def _draw_run(folder: Path, name: str, order: Order | None):
     """Draw one run. (entries, the run as small as the figures of several runs need it), or what is wrong."""
-    entries, name = [], _name(folder)
+    entries = []
     try:
         run = load_run(folder)
         for frame in (frames.temporal_breakdown, frames.comm_comp_overlap, frames.fullest,
@@ -157,8 +186,10 @@ def _draw_run(folder: Path, order: Order | None):
             frame(run)  # before anything is written: a run that cannot be analysed leaves no file
         for kind, function in PER_RUN.items() if order else ():
             entries += order.save(name, kind, partial(function, run), [run])
-    except ValueError as error:
-        return str(error)
+    except OSError:
+        raise
+    except Exception as error:  # whatever is wrong with this run, the others are drawn
+        return _reason(error) if isinstance(error, RunError) else f"{folder}: {_reason(error)}"
     run.frames.pop("hta", None)
     return entries, replace(run, traces={}, memories={})
 
@@ -178,11 +209,21 @@ def _entry(path: Path, title, caption, alt, name, runs: list[Run], theme) -> dic
             "theme": theme, **about}  # fmt: skip
 
 
-def _write_manifest(out: Path, entries: list[dict]):
-    """figures.json: these entries, and earlier ones whose files are still there."""
+def _read_manifest(out: Path) -> dict:
+    """{file: entry} of an earlier figures.json. ValueError if something else has that name."""
     path = out / "figures.json"
-    known = {entry["file"]: entry for entry in json.loads(path.read_text())} if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        return {str(entry["file"]): dict(entry) for entry in json.loads(read_file(path))}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(f"{path}: not a list of figures; name another folder for them") from None
+
+
+def _write_manifest(out: Path, known: dict, entries: list[dict]):
+    """figures.json: these entries, and earlier ones whose files are still there."""
     known = {file: entry for file, entry in known.items() if (out / file).exists()}
     known |= {entry["file"]: entry for entry in entries}
     entries = [known[file] for file in sorted(known)]
-    write_atomic(path, json.dumps(entries, indent=1, ensure_ascii=False).encode() + b"\n")
+    data = json.dumps(entries, indent=1, ensure_ascii=False).encode(errors="replace")
+    write_atomic(out / "figures.json", data + b"\n")

@@ -66,8 +66,9 @@ class Workload:
     last_share: float = 0.0
 
     def __post_init__(self):
-        if not (self.params > 0 and self.compute >= 0 and self.tensors > 0 and self.bucket_cap_mb > 0):
-            raise ValueError("params, tensors and bucket_cap_mb are above 0, compute is 0 or more")
+        positive = (self.params, self.tensors, self.bucket_cap_mb)
+        if not (min(positive) > 0 and self.compute >= 0 and math.isfinite(sum(positive) + self.compute)):
+            raise ValueError("params, tensors, bucket_cap_mb: above 0; compute: 0 or more; all finite")
         if self.recipe not in RECIPES:
             raise ValueError(f"unknown recipe {self.recipe!r}; choose one of {', '.join(RECIPES)}")
 

@@ -1,5 +1,6 @@
 """All variants side by side: predicted, measured, and what the post published."""
 
+import re
 from collections.abc import Iterable
 from numbers import Integral
 
@@ -86,13 +87,18 @@ def markdown(table: pd.DataFrame) -> str:
     lines.append("|---|" + "---:|" * len(table.columns))
     for name, row in table.astype(object).iterrows():  # as objects, or integers become floats
         cells = [_cell(value, digits.get(column, 1)) for column, value in row.items()]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {plain(str(name))} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def plain(text: str) -> str:
+    """A text of a run in Markdown: what could be a tag, a cell's end or a link stays text."""
+    return re.sub(r"([\\`|\[\]<>])", r"\\\1", text)
 
 
 def _cell(value, digits: int) -> str:
     if isinstance(value, str):
-        return value
+        return plain(value)
     if pd.isna(value):
         return "–"
     return f"{value:,}" if isinstance(value, Integral) else f"{value:,.{digits}f}"
@@ -107,7 +113,8 @@ def report(runs: Iterable[Run]) -> str:
     for alike in by_conditions.values():
         steps, setting = alike[0].record["steps"], setting_of(alike)
         parts.append(
-            f"Measured, {steps} steps, memory of the fullest rank, times as the mean over ranks.\n{setting}\n"
+            f"Measured, {steps} steps, memory of the fullest rank, times as the mean over ranks.\n"
+            f"{plain(setting)}\n"
         )
         parts.append(markdown(results_table(alike)) + "\n")
     parts.append(

@@ -14,6 +14,7 @@ from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.link import Link, current, emulate, parse_link, transport
 from zero1_helpers.measure.profiler import gather, get_profiler, touch_free_memory
 from zero1_helpers.measure.runs import load_record, load_run
+from zero1_helpers.measure.terminal import say
 from zero1_helpers.memory_math import bytes_sent, nbytes
 from zero1_helpers.training.loop import endless, train, warm_up
 from zero1_helpers.training.variants import adam, get_variant
@@ -107,7 +108,7 @@ def record_on_link(
     use_link(link, preset, batch_size)
     record(variant, preset, steps, out, batch_size=batch_size, keep_raw=keep_raw)
     if dist.get_rank() == 0:
-        print(f"{out}: {load_run(out).caption}", flush=True)
+        say(f"{out}: {load_run(out).caption}")
 
 
 def use_link(
@@ -130,7 +131,7 @@ def use_link(
     else:
         link = emulate(auto_link(preset, batch_size) if link == "auto" else link)
     if link and dist.get_rank() == 0:
-        print(f"emulated link {link} ({link.source})")
+        say(f"emulated link {link} ({link.source})")
     return link
 
 
