@@ -12,9 +12,10 @@ from zero1_helpers import phases
 from zero1_helpers.measure.blocks import Blocks, account
 from zero1_helpers.measure.ledger import MARKER, MemoryLedger, Note
 from zero1_helpers.measure.peaks import peaks, without_blips
-from zero1_helpers.measure.profiler import get_profiler, read_trace
+from zero1_helpers.measure.profiler import get_profiler
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.measure.schema import STATES
+from zero1_helpers.measure.trace import read_trace
 from zero1_helpers.memory_math import local, nbytes, predict, state_bytes
 
 from .models import MLP, OPTIMIZERS, VARIANTS, UnusedOnSomeRanks, Variant, data, loss_of, make

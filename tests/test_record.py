@@ -10,8 +10,8 @@ import torch
 
 import zero1_helpers as z
 from zero1_helpers.cli import main
-from zero1_helpers.measure.profiler import count_collectives
 from zero1_helpers.measure.runs import find_runs, load_run
+from zero1_helpers.measure.trace import count_collectives
 from zero1_helpers.memory_math import predict
 from zero1_helpers.partition import Flat
 from zero1_helpers.report.frames import comm_comp_overlap, temporal_breakdown

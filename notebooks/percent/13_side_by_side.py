@@ -403,14 +403,14 @@ for name, (build, _) in contenders.items():
     racers[name] = build(model, list(model)[::2], torch.optim.Adam, 2, lr=1e-4)
 
 # %% [markdown]
-# In each round all run, in another order; a block of two steps takes as long as on its slowest rank. Ratios are
-# taken within a round, so that whatever else the machine does hits all alike.
+# In each round all take a step, in another order; a step takes as long as on its slowest rank. Ratios are taken within a
+# round, so that whatever else the machine does hits all alike.
 
 # %%
 import time
 
 
-def block(name, steps=2):
+def seconds_of(name, steps=1):
     (model, optimizer), after_backward = racers[name], contenders[name][1]
     dist.barrier()
     began = time.perf_counter()
@@ -426,13 +426,13 @@ from zero1_helpers.measure.link import lane
 
 floors, times, order = {}, [], list(contenders)
 for name in order:
-    block(name)  # makes the state; buckets are planned anew
+    seconds_of(name, steps=2)  # makes the state; buckets are planned anew
     lane.log = passages = []
-    block(name, 1)
+    seconds_of(name)
     lane.log, floors[name] = None, sum(p.deadline - p.begin for p in passages) / 1e9
-for number in range(4):
+for number in range(3):
     for name in order[number:] + order[:number]:
-        times.append({"round": number, "contender": name, "seconds": block(name)})
+        times.append({"round": number, "contender": name, "seconds": seconds_of(name)})
 
 # %% [markdown]
 # `floors` is what the link alone needs for a step's bytes. No class can beat it, whatever it overlaps.
