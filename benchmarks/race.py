@@ -31,14 +31,15 @@ from contenders import CONTENDERS
 from torch import nn
 
 from zero1_helpers import FlatShardedOptimizer, get_profiler, get_smol_model
-from zero1_helpers.measure.link import Link, bind_to_cores, emulate, lane, late_share, parse_link
+from zero1_helpers.measure.emulate import bind_to_cores, emulate, lane, late_share
+from zero1_helpers.measure.link import Link, parse_link
 from zero1_helpers.measure.meet import run_ranks
 from zero1_helpers.measure.profiler import gather
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.memory_math import bytes_sent, state_bytes
 from zero1_helpers.phases import phase
-from zero1_helpers.report.figures import THEMES
-from zero1_helpers.training.workload import PRESETS
+from zero1_helpers.report.style import THEMES
+from zero1_helpers.training.presets import PRESETS
 
 LINKS = ("none", "50MB/s", "100MB/s", "400MB/s")
 CAP_MB, LR = 2, 1e-4

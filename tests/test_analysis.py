@@ -15,7 +15,7 @@ from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.lanes import lane_view
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.measure.schema import CATEGORIES
-from zero1_helpers.report import frames
+from zero1_helpers.report import frames, memory
 
 from .test_runs import BASE, cpu_trace, cuda_trace, make_memory, make_run, span
 
@@ -151,7 +151,7 @@ def test_a_cpu_trace_without_lanes_is_named(tmp_path):
 
 
 def test_memory_timeline_equals_a_loop(run):
-    frame = frames.get_memory_timeline(run, 1)
+    frame = memory.get_memory_timeline(run, 1)
     alive, wanted = dict.fromkeys(CATEGORIES, 0), {}
     for time, category, delta in make_memory(1).itertuples(index=False):
         alive[category] += delta
@@ -163,9 +163,9 @@ def test_memory_timeline_equals_a_loop(run):
 
 
 def test_memory_peaks(run):
-    peaks = frames.memory_peaks(run)
+    peaks = memory.memory_peaks(run)
     for rank in range(2):
-        frame = frames.get_memory_timeline(run, rank)
+        frame = memory.get_memory_timeline(run, rank)
         row = peaks.loc[rank]
         assert (row["rank"], row["peak"]) == (rank, frame["total"].max())
         assert frame.set_index("time_ms")["total"][row["peak_ms"]] == row["peak"]

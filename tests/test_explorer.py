@@ -17,7 +17,7 @@ from PIL import Image
 from zero1_helpers.cli import main
 from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.runs import load_run
-from zero1_helpers.report import figures, frames, pages, server
+from zero1_helpers.report import memory, pages, server, style
 
 from .test_runs import cuda_trace, make_run
 
@@ -63,7 +63,7 @@ def test_a_merged_trace_has_every_span_of_every_rank_and_its_memory(run):
         assert all(name.startswith("aten::") for name in of["compute"])
         assert {"backward", "launch 0", "ProfilerStep#0"} <= of["phases"]
         counters = [e for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == pid]
-        line = frames.get_memory_timeline(run, rank)
+        line = memory.get_memory_timeline(run, rank)
         assert max(sum(e["args"].values()) for e in counters) == line["total"].max()
 
 
@@ -86,7 +86,7 @@ def test_a_cuda_run_too(tmp_path):
 def test_the_same_run_gives_the_same_pages(run, folder):
     again = load_run(folder)
     assert pages.trace_html(run) == pages.trace_html(again)
-    colours = {name: figures.COLOURS[name] for name in figures.STACK}
+    colours = {name: style.COLOURS[name] for name in style.STACK}
     both = [pages.timelines_html([r], colours) for r in (run, again)]
     assert both[0] == both[1] and len(both[0]) < 3_000_000
 
@@ -154,13 +154,13 @@ def test_chromium_shows_the_exported_trace(chromium, folder, tmp_path, capsys):
 
 @pytest.mark.parametrize(("width", "theme"), LOOKS)
 def test_chromium_shows_the_timelines(chromium, run, tmp_path, width, theme):
-    colours = {name: figures.COLOURS[name] for name in figures.STACK}
+    colours = {name: style.COLOURS[name] for name in style.STACK}
     path = tmp_path / "timelines.html"
     path.write_text(pages.timelines_html([run], colours))
     chromium.open(f"{path.as_uri()}#zero1-overlap", width, theme=theme)
     chromium.wait("'ready' in document.body.dataset")
     chromium.ask("(find('rank').value = 2, find('rank').onchange())")
-    line = frames.timelines(run)[2]
+    line = memory.timelines(run)[2]
     top = line.loc[line["total"].idxmax()]
     said = chromium.ask("find('peak').textContent")
     assert said.startswith(f"peak {top['total'] / 1e6:.2f} MB") and said.endswith(top["doing"])

@@ -19,7 +19,7 @@ from zero1_helpers.cli import main
 from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.measure.schema import CATEGORIES
-from zero1_helpers.report import figures, frames, gallery
+from zero1_helpers.report import comparisons, figures, frames, gallery, memory, style
 from zero1_helpers.training.variants import VARIANTS
 
 from .test_runs import cuda_trace, make_run
@@ -30,9 +30,9 @@ ONE = {
     "overlap": figures.overlap,
     "kernels": figures.kernel_breakdown,
     "schedule": lambda run, **k: figures.schedule_diagram(run, rank=0, step=1, **k),
-    "bytes": figures.bytes_per_rank,
-    "comparison": figures.comparison,
-    "against": lambda run, **k: figures.before_and_after([run], [run], **k),
+    "bytes": comparisons.bytes_per_rank,
+    "comparison": comparisons.comparison,
+    "against": lambda run, **k: comparisons.before_and_after([run], [run], **k),
 }
 
 
@@ -53,7 +53,7 @@ def run(folder):
 def test_every_figure_is_described_and_has_one_width(name, run):
     light, dark = (ONE[name](run, theme=theme) for theme in ("light", "dark"))
     for fig in (light, dark):
-        assert fig.get_figwidth() == figures.WIDTH
+        assert fig.get_figwidth() == style.WIDTH
         for fact in ("CPU, 2 cores", "2 ranks", "gloo", "no emulated link", "2025-01-31"):
             assert fact in fig.caption
             assert fact in " ".join(text.get_text() for text in fig.texts)
@@ -68,27 +68,27 @@ def test_every_figure_is_described_and_has_one_width(name, run):
 def test_a_long_setting_is_not_cut_off(tmp_path):
     run = load_run(make_run(tmp_path, hardware="x86_64 CPU, 64 cores", link="400 MB/s + 6 ms",
                             late_share=0.48, preset="smollm2-360m"))  # fmt: skip
-    for fig in (figures.memory_timeline(run), figures.comparison([run, run])):
+    for fig in (figures.memory_timeline(run), comparisons.comparison([run, run])):
         assert any("took gloo longer" in text.get_text() for text in fig.texts)
         for text in fig.texts:
             box = text.get_window_extent()
-            assert box.x0 >= 0 and box.x1 <= figures.WIDTH * figures.DPI
+            assert box.x0 >= 0 and box.x1 <= style.WIDTH * style.DPI
 
 
 @pytest.mark.parametrize("name", ["memory", "comparison"])
 def test_same_input_same_bytes_whatever_the_users_settings(name, run, folder):
-    once = [figures.render(ONE[name](run), kind) for kind in ("svg", "png")]
+    once = [style.render(ONE[name](run), kind) for kind in ("svg", "png")]
     with mpl.rc_context({"font.size": 30, "axes.grid": True, "svg.hashsalt": "mine",
                          "savefig.facecolor": "red", "svg.fonttype": "none"}):  # fmt: skip
         fresh = load_run(folder / "tiny" / "zero1-overlap")
-        again = [figures.render(ONE[name](fresh), kind) for kind in ("svg", "png")]
+        again = [style.render(ONE[name](fresh), kind) for kind in ("svg", "png")]
     assert once == again
     svg = once[0].decode()
     assert "<text" not in svg and "dc:date" not in svg  # letters are shapes, no time of making
     assert "<dc:description>" in svg and len(once[1]) < 100_000
 
 
-@pytest.mark.parametrize("theme", figures.THEMES)
+@pytest.mark.parametrize("theme", style.THEMES)
 def test_words_can_be_read_on_the_paper(theme):
     def light(colour):  # relative luminance, WCAG 2
         parts = [
@@ -100,32 +100,32 @@ def test_words_can_be_read_on_the_paper(theme):
         low, high = sorted((light(one), light(other)))
         return (high + 0.05) / (low + 0.05)
 
-    look = figures.THEMES[theme]
+    look = style.THEMES[theme]
     assert contrast(look["ink"], look["paper"]) > 10
     assert contrast(look["muted"], look["paper"]) > 4.5
-    for colour in figures.COLOURS.values():
-        assert contrast(figures._on(colour), colour) > 3
+    for colour in style.COLOURS.values():
+        assert contrast(style.ink_on(colour), colour) > 3
 
 
 def test_one_colour_per_category_on_every_chart(run):
-    stacked = [figures.COLOURS[name] for name in figures.STACK if name not in ("other", "counters")]
+    stacked = [style.COLOURS[name] for name in style.STACK if name not in ("other", "counters")]
     assert len(set(stacked)) == len(stacked)
     for name in ("memory", "comparison", "bytes"):
         legend = ONE[name](run).legends[0]
         for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
             category = {"measured, rank by rank": "opt_state"}.get(text.get_text(), text.get_text())
-            if category in figures.COLOURS:
-                assert handle.get_facecolor()[:3] == to_rgb(figures.COLOURS[category])
+            if category in style.COLOURS:
+                assert handle.get_facecolor()[:3] == to_rgb(style.COLOURS[category])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_downsampling_keeps_the_peak_each_bins_range_and_the_bytes_at_each_edge(run, rank):
-    whole = frames.get_memory_timeline(run, rank)
+    whole = memory.get_memory_timeline(run, rank)
     marks = frames.spans(run, rank)
     edges = np.array([*marks["start_ms"], *marks["end_ms"]])
     edges = edges[edges >= 0]
     assert len(edges) > 10 and any(marks["name"] == "step 2")
-    thin = frames.downsample(whole, edges, bins=10)
+    thin = memory.downsample(whole, edges, bins=10)
     assert len(thin) < len(whole)
     assert (thin == whole.loc[thin.index]).all(axis=None)  # real rows only
     for name in ("total", *CATEGORIES):
@@ -139,11 +139,11 @@ def test_downsampling_keeps_the_peak_each_bins_range_and_the_bytes_at_each_edge(
     at = [frame.iloc[np.searchsorted(frame["time_ms"], edges, side="right") - 1].drop(columns="time_ms")
           for frame in (whole, thin)]  # fmt: skip
     assert (at[0].to_numpy() == at[1].to_numpy()).all()
-    assert frames.downsample(whole, edges, bins=10_000) is whole
+    assert memory.downsample(whole, edges, bins=10_000) is whole
 
 
 def test_every_row_of_a_timeline_knows_its_step_and_phase(run):
-    line = frames.timelines(run)[1]
+    line = memory.timelines(run)[1]
     marks = frames.spans(run, 1)
     for step in marks[marks["name"].str.startswith("step ")].itertuples():
         inside = line[line["time_ms"].between(step.start_ms, step.end_ms, inclusive="left")]
@@ -154,7 +154,7 @@ def test_every_row_of_a_timeline_knows_its_step_and_phase(run):
 
 def test_the_peak_is_marked_where_it_is(run):
     ax = ONE["memory"](run).axes[0]
-    frame = frames.get_memory_timeline(run, 1)
+    frame = memory.get_memory_timeline(run, 1)
     top = frame.loc[frame["total"].idxmax()]
     (dot,) = [line for line in ax.lines if line.get_marker() == "o"]
     assert (dot.get_xdata()[0], dot.get_ydata()[0]) == (top["time_ms"] / 1e3, top["total"] / 1e6)
@@ -166,7 +166,7 @@ def test_the_peak_is_marked_where_it_is(run):
 def test_names_of_many_variants_do_not_touch(run):
     many = [replace(run, record=run.record | {"variant": name})
             for name in (*VARIANTS, "one-collective", "flat-overlapped")]  # fmt: skip
-    fig = figures.bytes_per_rank(many)
+    fig = comparisons.bytes_per_rank(many)
     FigureCanvasAgg(fig).draw()
     boxes = [label.get_window_extent() for label in fig.axes[0].get_xticklabels()]
     assert all(a.x1 < b.x0 for a, b in pairwise(boxes)) and min(box.y0 for box in boxes) > 25  # the setting
@@ -182,7 +182,7 @@ def test_one_unit_in_a_figure(run):
 
 def test_units_are_decimal():
     sizes = {1_447_292_160: "1.45 GB", 503_377_920: "503 MB", 1_048_576: "1.05 MB", 0: "0.00 MB"}
-    assert {size: figures._size(size) for size in sizes} == sizes
+    assert {size: style.size_text(size) for size in sizes} == sizes
 
 
 def test_schedule_draws_the_measured_intervals(run):
@@ -208,20 +208,20 @@ def test_cuda_run_says_what_is_not_seen(tmp_path):
 def test_a_rank_alone_communicates_nothing(tmp_path):
     run = load_run(make_run(tmp_path, 1))
     assert "none of 0.0 ms" in figures.overlap(run).alt_text
-    assert "overlap none" in figures.comparison(run).alt_text
+    assert "overlap none" in comparisons.comparison(run).alt_text
 
 
 def test_show_displays_a_small_png_with_alt_text_and_caption(run, monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, **k: shown.append((data, k)))
     fig = ONE["temporal"](run)
-    figures.show(fig)
+    style.show(fig)
     (picture, about), (caption, _) = shown
     png = base64.b64decode(picture["image/png"])
     assert png[:8] == b"\x89PNG\r\n\x1a\n" and len(png) < 1e5
     assert picture["text/plain"] == about["metadata"]["image/png"]["alt"] == fig.alt_text
     width, _ = struct.unpack(">II", png[16:24])
-    assert width == int(figures.WIDTH * figures.DPI)
+    assert width == int(style.WIDTH * style.DPI)
     assert fig.caption in caption["text/markdown"]
     assert not any("javascript" in kind for data in (picture, caption) for kind in data)
 
@@ -268,7 +268,7 @@ def test_two_sets_of_runs_in_one_figure(folder, tmp_path):
     assert (entry["hardware"], entry["backend"]) == ("CPU, 2 cores / 2 x GPU", "gloo / nccl")
     with pytest.raises(RunError, match="no variant in common"):
         overlapped = load_run(folder / "tiny" / "zero1-overlap")
-        figures.before_and_after([overlapped], [load_run(other / "big" / "ddp")])
+        comparisons.before_and_after([overlapped], [load_run(other / "big" / "ddp")])
 
 
 def test_two_sets_without_a_common_variant_are_said_and_the_rest_is_drawn(folder, tmp_path):
@@ -342,10 +342,10 @@ def test_what_touches_is_told_apart_without_full_colour_vision(eye):
 
     groups = [["params", "grads", "opt_state", "buckets"], ["compute", "exposed", "idle"],
               ["hidden", "exposed"], ["backward", "all-reduce", "step", "broadcast"],
-              *([a, b] for a, b in pairwise(figures.STACK[:6]))]  # fmt: skip
+              *([a, b] for a, b in pairwise(style.STACK[:6]))]  # fmt: skip
     for group in groups:
         for a, b in combinations(group, 2):
-            distance = np.linalg.norm(seen(figures.COLOURS[a]) - seen(figures.COLOURS[b]))
+            distance = np.linalg.norm(seen(style.COLOURS[a]) - seen(style.COLOURS[b]))
             assert distance > 15, (a, b, distance)
 
 

@@ -22,7 +22,7 @@ from zero1_helpers.cli import main
 from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.report import frames, gallery, pages, server
-from zero1_helpers.report.figures import COLOURS, STACK
+from zero1_helpers.report.style import COLOURS, STACK
 
 from .processes import as_nobody, two_users
 from .test_runs import edit, make_run

@@ -138,11 +138,11 @@ def test_dark_pictures_keep_colours_and_turn_paper_and_ink(tmp_path):
     import numpy as np
     from PIL import Image
 
-    from zero1_helpers.report import figures
+    from zero1_helpers.report import figures, style
 
     run = load_run(make_run(tmp_path / "tiny" / "ddp", variant="ddp"))
     light, dark = (
-        figures.render(figures.temporal_breakdown(run, theme=theme)) for theme in figures.THEMES
+        style.render(figures.temporal_breakdown(run, theme=theme)) for theme in style.THEMES
     )
     wanted, found = (np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
                      for png in (dark, make_post.darken(light)))  # fmt: skip

@@ -16,7 +16,8 @@ from zero1_helpers.memory_math import predict
 from zero1_helpers.partition import Flat
 from zero1_helpers.report.frames import comm_comp_overlap, temporal_breakdown
 from zero1_helpers.report.tables import markdown, replace_marked, report, results_table
-from zero1_helpers.training.workload import get_preset, meta_smol_model
+from zero1_helpers.training.presets import get_preset
+from zero1_helpers.training.workload import meta_smol_model
 
 
 def record_all(rank, world_size, folder):

@@ -13,8 +13,8 @@ from zero1_helpers.report.figures import schedule_diagram
 from zero1_helpers.report.frames import step_seconds, temporal_breakdown
 from zero1_helpers.report.plan import Network, Workload, plan
 from zero1_helpers.report.tables import MARKS, report, results_table
+from zero1_helpers.training.presets import PRESETS as PRESET_SIZES
 from zero1_helpers.training.variants import FLAT_MASTER, variants_of
-from zero1_helpers.training.workload import PRESETS as PRESET_SIZES
 from zero1_helpers.training.workload import meta_smol_model
 
 ROOT = Path(__file__).parent.parent

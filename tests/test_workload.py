@@ -17,21 +17,19 @@ import transformers
 from datasets.arrow_writer import ArrowWriter
 
 from zero1_helpers.training import workload
+from zero1_helpers.training.presets import PRESETS, get_preset, set_seed
 from zero1_helpers.training.workload import (
     DATA_FOLDER,
     DATA_NAME,
     MODEL_NAME,
-    PRESETS,
     describe_data,
     describe_model,
     get_dataloader,
     get_dataset,
-    get_preset,
     get_sentence_pairs,
     get_smol_model,
     get_smol_tokenizer,
     meta_smol_model,
-    set_seed,
     shard_dataset,
 )
 

@@ -35,10 +35,10 @@ from zero1_helpers import VARIANTS
 from zero1_helpers.measure.files import RunError, write_atomic
 from zero1_helpers.measure.runs import Run, load_run, run_folders, run_names
 from zero1_helpers.measure.terminal import complain, say, tolerate_any_terminal
-from zero1_helpers.report.figures import COLOURS, THEMES
 from zero1_helpers.report.gallery import draw_all, preset_of
 from zero1_helpers.report.html import render as render_page
 from zero1_helpers.report.pages import trace_html
+from zero1_helpers.report.style import COLOURS, THEMES
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent

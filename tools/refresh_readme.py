@@ -4,7 +4,8 @@ from pathlib import Path
 
 from zero1_helpers.measure.files import write_atomic
 from zero1_helpers.measure.runs import find_runs, load_run
-from zero1_helpers.report.figures import comparison, save
+from zero1_helpers.report.comparisons import comparison
+from zero1_helpers.report.style import save
 from zero1_helpers.report.tables import replace_marked, report
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,13 +15,14 @@ _HOME = {  # public name: its module. A module is imported when one of its names
     "SimpleDDPBucketAsync": "overlap",
     **dict.fromkeys(("FlatShardedOptimizer", "SimpleDDPReduceScatter"), "flat"),
     **dict.fromkeys(("by_bytes", "by_count"), "partition"),
-    "get_memory_timeline": "report.frames",
+    "get_memory_timeline": "report.memory",
     "get_profiler": "measure.profiler",
     "train": "training.loop",
     "VARIANTS": "training.variants",
     **dict.fromkeys(("record", "record_missing", "use_link"), "training.record"),
     **dict.fromkeys(("get_dataloader", "get_dataset", "get_smol_model"), "training.workload"),
-    **dict.fromkeys(("get_smol_tokenizer", "set_seed", "shard_dataset"), "training.workload"),
+    **dict.fromkeys(("get_smol_tokenizer", "shard_dataset"), "training.workload"),
+    "set_seed": "training.presets",
 }
 __all__ = sorted(_HOME)
 

@@ -176,7 +176,7 @@ assert saving("bf16", 4) == 0.375
 # %%local
 from matplotlib.figure import Figure
 
-from zero1_helpers.report.figures import COLOURS, show
+from zero1_helpers.report.style import COLOURS, show
 
 fig = Figure(figsize=(7.2, 3.2), dpi=130, layout="constrained")
 axes = fig.subplots(1, 2, sharey=True)
@@ -388,7 +388,7 @@ for size in (2, 8):
 # %%
 # %%local
 from zero1_helpers.measure.runs import load_run
-from zero1_helpers.report.frames import get_memory_timeline
+from zero1_helpers.report.memory import get_memory_timeline
 from zero1_helpers.training.project import project
 
 runs = [load_run(project(f"build/runs/memory-{size}")) for size in (2, 8)]

@@ -268,7 +268,7 @@ about = environment(device.type == "cuda")
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from zero1_helpers.report.figures import COLOURS, show
+from zero1_helpers.report.style import COLOURS, show
 
 
 # %%

@@ -193,7 +193,8 @@ assert means[-1] < means[0], "four steps on the same batches, and the loss has n
 
 # %%
 # %%local
-from zero1_helpers.report.figures import memory_timeline, show
+from zero1_helpers.report.figures import memory_timeline
+from zero1_helpers.report.style import show
 
 show(memory_timeline(run))
 
@@ -242,7 +243,8 @@ print(f"opt_state on all ranks: {copies:,} B, of which {copies - predicted['opt_
 
 # %%
 # %%local
-from zero1_helpers.report.frames import annotations, get_memory_timeline
+from zero1_helpers.report.frames import annotations
+from zero1_helpers.report.memory import get_memory_timeline
 
 born = run.memory(0).query("category == 'opt_state'")["time_us"]
 phases = annotations(run)

@@ -201,7 +201,8 @@ assert run.record["losses"][-1] < run.record["losses"][0]
 
 # %%
 # %%local
-from zero1_helpers.report.figures import memory_timeline, show
+from zero1_helpers.report.figures import memory_timeline
+from zero1_helpers.report.style import show
 
 ddp, zero1, balanced = [load_run(project(f"traces/small/{v}")) for v in ("ddp", "zero1", "zero1-balanced")]
 show(memory_timeline(ddp))
@@ -237,7 +238,7 @@ assert measured == predicted
 
 # %%
 # %%local
-from zero1_helpers.report.figures import bytes_per_rank
+from zero1_helpers.report.comparisons import bytes_per_rank
 
 model_info, world_size = run.record["model"], run.world_size
 rounding = 0 if run.record["device"] == "cpu" else 2 * 512 * model_info["tensors"]

@@ -335,7 +335,8 @@ assert ops["all_reduce"]["calls"] == ops["broadcast"]["calls"] == run.record["mo
 
 # %%
 # %%local
-from zero1_helpers.report.figures import schedule_diagram, show
+from zero1_helpers.report.figures import schedule_diagram
+from zero1_helpers.report.style import show
 
 show(schedule_diagram(zero1))
 

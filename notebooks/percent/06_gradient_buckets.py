@@ -181,7 +181,7 @@ assert flag.item() == world_size - 1
 
 # %%
 from zero1_helpers.ddp import plan_buckets
-from zero1_helpers.training.workload import get_preset
+from zero1_helpers.training.presets import get_preset
 
 cap = get_preset().bucket_cap_mb
 buckets = plan_buckets(params, cap * 2**20)
@@ -219,7 +219,7 @@ assert sum(len(b.params) for b in plan) == len(smol) and min(fill[:-1]) >= cap
 
 # %%
 # %%local
-from zero1_helpers.report.figures import COLOURS, Figure, show
+from zero1_helpers.report.style import COLOURS, Figure, show
 
 fig = Figure(figsize=(7.2, 2.4), dpi=130, layout="constrained")
 ax = fig.subplots()
@@ -352,7 +352,7 @@ assert all_reduces(runs["zero1-bucket"])["bytes"] == single["bytes"]
 # %%
 # %%local
 from zero1_helpers.report import figures
-from zero1_helpers.report.figures import show
+from zero1_helpers.report.style import show
 
 show(figures.schedule_diagram(run))
 

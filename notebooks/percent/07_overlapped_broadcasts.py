@@ -242,8 +242,8 @@ def after_backward(model, optimizer):
 
 # %%
 from zero1_helpers import SimpleDDPBucketAsync, get_profiler, train
+from zero1_helpers.training.presets import get_preset
 from zero1_helpers.training.record import describe
-from zero1_helpers.training.workload import get_preset
 
 set_seed()
 model = get_smol_model().to(device)
@@ -346,7 +346,7 @@ assert calls["broadcast"] == round((one + (steps - 1) * other + 1) / steps)
 # %%
 # %%local
 from zero1_helpers.report import figures
-from zero1_helpers.report.figures import show
+from zero1_helpers.report.style import show
 
 show(figures.schedule_diagram(run))
 
@@ -366,7 +366,8 @@ show(figures.memory_timeline(run))
 
 # %%
 # %%local
-from zero1_helpers.report.frames import get_memory_timeline, steps
+from zero1_helpers.report.frames import steps
+from zero1_helpers.report.memory import get_memory_timeline
 
 
 def step_peaks(run):  # MB of grads + buckets

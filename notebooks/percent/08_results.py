@@ -35,7 +35,7 @@ link = use_link("500MB/s + 1ms")
 
 # %%
 from zero1_helpers import VARIANTS, get_dataloader, get_dataset, shard_dataset
-from zero1_helpers.training.workload import get_preset
+from zero1_helpers.training.presets import get_preset
 
 cap, names = get_preset().bucket_cap_mb, list(VARIANTS)
 shard = shard_dataset(get_dataset()["train"], rank, world_size)
@@ -105,9 +105,9 @@ show_table(table, setting_of(recorded.values()))
 
 # %%
 # %%local
-from zero1_helpers.report import figures
+from zero1_helpers.report import comparisons, style
 
-figures.show(figures.comparison(list(recorded.values())))
+style.show(comparisons.comparison(list(recorded.values())))
 
 # %% [markdown]
 # Sharding adds communication: the broadcasts. All-reduce moves $2\Psi$ values per step (times $(N-1)/N$), the
@@ -218,7 +218,7 @@ steps = {speed: plan(work, world, Network(Link(speed * 1e6, 1e-3)))["step_s"] fo
 
 # %%
 # %%local
-from zero1_helpers.report.figures import Figure
+from zero1_helpers.report.style import Figure
 
 fig = Figure(figsize=(7.2, 3.6), dpi=130, layout="constrained")
 ax = fig.subplots()
@@ -239,7 +239,7 @@ fig.caption = (
 )
 slowest = {name: f"{1e3 * s:.0f} ms" for (rate, name), s in measured.items() if rate == 50}
 fig.alt_text = f"Step time falls with bandwidth, for every variant, towards that of computing alone. At 50 MB/s: {slowest}."
-figures.show(fig)
+style.show(fig)
 
 # %% [markdown]
 # Right of where a line meets the dashed one, there is nothing left for that variant to gain. From the lines, the bandwidth
@@ -286,7 +286,7 @@ assert max(state["zero1-balanced"]) <= 362_496_000 and sum(state["zero1-balanced
 
 # %%
 # %%local
-figures.show(figures.bytes_per_rank([full[name] for name in names]))
+style.show(comparisons.bytes_per_rank([full[name] for name in names]))
 
 # %% [markdown]
 # ## Beside the post

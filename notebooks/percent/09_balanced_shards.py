@@ -105,7 +105,8 @@ assert memory["peak_states"][0] - memory["peak_states"][1] == memory["opt_state"
 
 # %%
 # %%local
-from zero1_helpers.report.frames import get_memory_timeline, spans
+from zero1_helpers.report.frames import spans
+from zero1_helpers.report.memory import get_memory_timeline
 
 
 def most_scratch(run, rank):
@@ -282,9 +283,9 @@ assert [round(100 * (1 - max(state[split]) / whole)) for split in recorded] == [
 
 # %%
 # %%local
-from zero1_helpers.report import figures
+from zero1_helpers.report import comparisons, style
 
-figures.show(figures.bytes_per_rank([full[variant] for variant in recorded.values()]))
+style.show(comparisons.bytes_per_rank([full[variant] for variant in recorded.values()]))
 
 # %% [markdown]
 # 65 % is the post's saving. 75 % is what the formula promises, and the same model, the same four ranks and the same
@@ -376,8 +377,8 @@ from matplotlib.figure import Figure
 fig = Figure(figsize=(7.2, 3.2), dpi=130, layout="constrained")
 ax = fig.subplots()
 for (name, values), colour in zip(lines.items(), ("exposed", "grads", "opt_state"), strict=True):
-    ax.plot(worlds, values, "o-", color=figures.COLOURS[colour], label=name, markersize=4)
-ax.plot(worlds, bound, "--", color=figures.COLOURS["idle"], label="bound for whole tensors")
+    ax.plot(worlds, values, "o-", color=style.COLOURS[colour], label=name, markersize=4)
+ax.plot(worlds, bound, "--", color=style.COLOURS["idle"], label="bound for whole tensors")
 ax.set(xlabel="ranks", ylabel="fullest rank, times the mean", ylim=(0, None))
 ax.legend(frameon=False)
 ax.spines[["top", "right"]].set_visible(False)
@@ -389,7 +390,7 @@ fig.caption = (f"SmolLM2-360M, {len(sizes)} tensors, the largest with {max(sizes
                "whole tensors cannot be fair. Arithmetic, no measurement.")  # fmt: skip
 ends = ", ".join(f"{name} {values[-1]:.2f}" for name, values in lines.items())
 fig.alt_text = f"Three lines and a bound over 1 to {worlds[-1]} ranks, times the mean shard. At {worlds[-1]} ranks: {ends}."
-figures.show(fig)
+style.show(fig)
 
 # %% [markdown]
 # Up to there `by_bytes` is as good as slices. From there on it lies on the bound: the owner of the embedding has nothing

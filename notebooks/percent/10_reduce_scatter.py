@@ -154,7 +154,7 @@ layout = [(name, p.numel()) for name, p in model.named_parameters()]
 # %%local
 from matplotlib.figure import Figure
 
-from zero1_helpers.report.figures import COLOURS, show
+from zero1_helpers.report.style import COLOURS, show
 
 
 def draw_row(ax, y, blocks, colour):
@@ -367,7 +367,7 @@ link = use_link(batch_size=BATCH, folder=project("build/runs"))
 
 # %%
 from zero1_helpers import get_dataloader, get_dataset, get_smol_model, shard_dataset
-from zero1_helpers.training.workload import get_preset
+from zero1_helpers.training.presets import get_preset
 
 set_seed()
 data = shard_dataset(get_dataset()["train"], rank, world_size)

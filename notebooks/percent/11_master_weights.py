@@ -243,7 +243,7 @@ curves = {
 # %%local
 from matplotlib.figure import Figure
 
-from zero1_helpers.report.figures import BLUE, GREEN, RED, show
+from zero1_helpers.report.style import BLUE, GREEN, RED, show
 
 losses = sum(pd.DataFrame(c) for c in pull("curves")) / len(pull("rank"))
 smooth = losses.rolling(20, min_periods=1).mean()
@@ -333,8 +333,8 @@ assert shared["opt_state"].sum() == 12 * psi
 # %%
 from zero1_helpers import get_profiler, train
 from zero1_helpers.training.loop import flush_wait_step
+from zero1_helpers.training.presets import get_preset
 from zero1_helpers.training.project import project
-from zero1_helpers.training.workload import get_preset
 
 model, optimizer = wrap(new_model(), master_weights=True)
 with get_profiler(project("build/runs/master"), 2, model=model, optimizer=optimizer,

@@ -803,7 +803,7 @@ about = environment(device.type == "cuda")
 
 # %%
 # %%local
-from zero1_helpers.report.figures import COLOURS, Figure, show
+from zero1_helpers.report.style import COLOURS, Figure, show
 
 curves, unbroken, rates, sizes = pull("[curves, unbroken, rates, sizes]")[0]
 fig = Figure(figsize=(7.2, 4.2), dpi=130, layout="constrained")

@@ -213,7 +213,7 @@ if installed:
 from dataclasses import replace
 
 from zero1_helpers import get_smol_model
-from zero1_helpers.training.workload import PRESETS
+from zero1_helpers.training.presets import PRESETS
 
 
 def llama():
@@ -276,7 +276,8 @@ assert (losses - losses.loc["torch-ddp"]).abs().max().max() < 1e-3
 
 # %%
 # %%local
-from zero1_helpers.report.figures import bytes_per_rank, show
+from zero1_helpers.report.comparisons import bytes_per_rank
+from zero1_helpers.report.style import show
 
 five = [run for name, run in runs.items() if name != "deepspeed"]
 show(bytes_per_rank(five))
@@ -305,7 +306,7 @@ if "deepspeed" in runs:
 # %%
 # %%local
 from zero1_helpers.measure.schema import STATES
-from zero1_helpers.report.frames import get_memory_timeline
+from zero1_helpers.report.memory import get_memory_timeline
 
 
 def fullest(run, moment):  # MB by category, on the rank where their sum is largest
@@ -323,7 +324,7 @@ show_table(both.loc[:, both.max() > 0], f"MB on the fullest rank. {runs['flat'].
 
 # %%
 # %%local
-from zero1_helpers.report.figures import COLOURS, Figure
+from zero1_helpers.report.style import COLOURS, Figure
 
 sums = pd.DataFrame({"at rest": rest.sum(axis=1), "at the peak": peak.sum(axis=1)})
 fig = Figure(figsize=(7.2, 2.8), dpi=130, layout="constrained")
@@ -390,7 +391,7 @@ assert int(sent.loc["torch-zero", "broadcast"]) - int(sent.loc["torch-ddp", "bro
 # Times need a network. One emulated link for all, slow enough to matter on this machine, and an MLP:
 
 # %%
-from zero1_helpers.measure.link import emulate
+from zero1_helpers.measure.emulate import emulate
 
 LINK = "100MB/s" if device.type == "cpu" else "none"  # over NCCL the link is a real one
 if LINK != "none":
@@ -422,7 +423,7 @@ def seconds_of(name, steps=1):
 
 
 # %%
-from zero1_helpers.measure.link import lane
+from zero1_helpers.measure.emulate import lane
 
 floors, times, order = {}, [], list(contenders)
 for name in order:

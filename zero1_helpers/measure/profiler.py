@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 from zero1_helpers import phases
-from zero1_helpers.measure import link, runs
+from zero1_helpers.measure import emulate, runs
 from zero1_helpers.measure.blocks import account
 from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.lanes import lane_view
@@ -78,14 +78,14 @@ class RunProfiler:
             profile_memory=True,
             # Gloo's events tell their bytes by it; a link's log does without. It splits the heap so that
             # every step takes fresh pages from the system.
-            record_shapes=link.current() is None,
+            record_shapes=emulate.current() is None,
         )
 
     def __enter__(self) -> "RunProfiler":
         if self.model is not None and not self.cuda:  # a step's activations, and as much again
             touch_free_memory(20 * nbytes(self.model.parameters()))
         self.profiler.start()
-        link.lane.log = self.passages = []
+        emulate.lane.log = self.passages = []
         phases.listeners.append(self.ledger)
         self.ledger.look()
         self._began = time.perf_counter()
@@ -109,7 +109,7 @@ class RunProfiler:
     def _stop(self) -> None:
         if self.ledger in phases.listeners:
             phases.listeners.remove(self.ledger)
-            link.lane.log = None
+            emulate.lane.log = None
             if hasattr(self.optimizer, "receive"):  # a gather that is freed after the profiler's end
                 self.optimizer.receive()  # takes with it, a second time, what the end has freed
             self.profiler.stop()
@@ -156,7 +156,7 @@ class RunProfiler:
             return
         trace = read_trace(self.profiler, folder)
         rank, world_size, steps = dist.get_rank(), dist.get_world_size(), len(self.step_seconds)
-        about = {"backend": link.transport(), "rank": rank, "world_size": world_size}
+        about = {"backend": emulate.transport(), "rank": rank, "world_size": world_size}
         trace["distributedInfo"] = about
         events = self._on_the_link(trace)["traceEvents"]
         self.memory = account(trace["traceEvents"], self.ledger.notes, self.cuda)
@@ -186,16 +186,16 @@ class RunProfiler:
             "memory": [part["memory"] for part in parts],
             "predicted": [part["predicted"] for part in parts],
             "collectives": self.collectives,
-            "late_share": link.late_share([part["late"] for part in parts]),
+            "late_share": emulate.late_share([part["late"] for part in parts]),
         }
 
     def _on_the_link(self, trace: dict) -> dict:
         """The trace with gloo's own times replaced by those of the emulated link, if there is one."""
-        if link.current() is None:
+        if emulate.current() is None:
             return trace
         events = [e for e in trace["traceEvents"] if not str(e.get("name")).startswith("gloo:")]
         base = trace["baseTimeNanoseconds"]
-        return trace | {"traceEvents": events + link.as_events(self.passages, base)}
+        return trace | {"traceEvents": events + emulate.as_events(self.passages, base)}
 
     def _about_model(self) -> dict:
         """What run.json says when the caller did not."""
@@ -280,10 +280,10 @@ def environment(cuda: bool) -> dict:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(package)
     return {
-        "backend": link.transport(),
+        "backend": emulate.transport(),
         "device": "cuda" if cuda else "cpu",
         "hardware": gpus or f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "link": str(link.current() or "none"),
+        "link": str(emulate.current() or "none"),
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version(), **versions},
     }

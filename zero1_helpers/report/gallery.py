@@ -16,15 +16,15 @@ from pathlib import Path
 from zero1_helpers.measure.files import RunError, read_file, write_atomic
 from zero1_helpers.measure.runs import Run, load_run, run_folders, run_names
 from zero1_helpers.measure.terminal import one_line
-from zero1_helpers.report import figures, frames, pages
-from zero1_helpers.report.figures import COLOURS, STACK, THEMES
+from zero1_helpers.report import comparisons, figures, frames, memory, pages, style
+from zero1_helpers.report.style import COLOURS, STACK, THEMES
 
 PER_RUN = {
     "memory": figures.memory_timeline, "temporal": figures.temporal_breakdown, "overlap": figures.overlap,
     "kernels": figures.kernel_breakdown,
     "schedule": lambda run, theme: figures.schedule_diagram(run, 0, min(2, run.record["steps"] - 1), theme),
 }  # fmt: skip
-PER_PRESET = {"bytes_per_rank": figures.bytes_per_rank, "comparison": figures.comparison}
+PER_PRESET = {"bytes_per_rank": comparisons.bytes_per_rank, "comparison": comparisons.comparison}
 FORMATS = ("svg", "png", "html")
 
 
@@ -55,7 +55,7 @@ class Order:
         drawn = [(theme, draw(theme=theme)) for theme in self.themes]
         return [_entry(path.relative_to(self.out), fig.title, fig.caption, fig.alt_text, name, runs, theme)
                 for theme, fig in drawn
-                for path in figures.save(fig, self.out / name / f"{kind}.{theme}", formats)]  # fmt: skip
+                for path in style.save(fig, self.out / name / f"{kind}.{theme}", formats)]  # fmt: skip
 
 
 def draw_all(root, out, theme: str = "both", formats=FORMATS, only: str = "*", against=None,
@@ -116,7 +116,7 @@ def _compare(order: Order, groups, roots, progress) -> tuple[list[dict], int]:
     for mine, theirs in _pairs(*groups):
         sets = groups[0][mine], groups[1][theirs]
         with _skipping(progress) as skipped:  # no variant in common, for instance
-            draw = partial(figures.before_and_after, *sets, titles)
+            draw = partial(comparisons.before_and_after, *sets, titles)
             kind = f"against_{theirs}".replace("/", "_")
             entries += order.save(mine, kind, draw, sum(sets, []))
         undone += len(sets[1]) * len(skipped)
@@ -181,8 +181,8 @@ def _draw_run(folder: Path, name: str, order: Order | None):
     entries = []
     try:
         run = load_run(folder)
-        for frame in (frames.temporal_breakdown, frames.comm_comp_overlap, frames.fullest,
-                      frames.timelines):  # fmt: skip
+        for frame in (frames.temporal_breakdown, frames.comm_comp_overlap, memory.fullest,
+                      memory.timelines):  # fmt: skip
             frame(run)  # before anything is written: a run that cannot be analysed leaves no file
         for kind, function in PER_RUN.items() if order else ():
             entries += order.save(name, kind, partial(function, run), [run])

@@ -15,7 +15,7 @@ from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.lanes import HOST_LANE
 from zero1_helpers.measure.runs import Run
 from zero1_helpers.measure.schema import CATEGORIES
-from zero1_helpers.report import frames
+from zero1_helpers.report import memory
 from zero1_helpers.report.html import pack, render
 
 LARGEST = 4_000_000  # bytes of an exported page
@@ -35,7 +35,7 @@ def merged_trace(run: Run) -> dict:
         for e in spans:
             name = re.sub(r"^zero1\.|^ncclKernel\[(.*)\]$", r"\1", e["name"])
             events.append(e | {"pid": pid, "name": name})
-        zero, line = run.memory(rank)["time_us"].iloc[0], frames.timelines(run)[rank]
+        zero, line = run.memory(rank)["time_us"].iloc[0], memory.timelines(run)[rank]
         names = [name for name in CATEGORIES if line[name].any()]
         for time_ms, *values in line[["time_ms", *names]].itertuples(index=False):
             sizes = dict(zip(names, map(int, values), strict=True))
@@ -91,7 +91,7 @@ def timelines_html(runs: Iterable[Run], colours: dict[str, str]) -> str:
         data[name] = {"title": title, "setting": run.setting, "ranks": [
             {"ms": line["time_ms"].round(3).tolist(), "doing": line["doing"].tolist(),
              "bytes": {name: line[name].tolist() for name in colours if line[name].any()}}
-            for line in frames.timelines(run)]}  # fmt: skip
+            for line in memory.timelines(run)]}  # fmt: skip
     text = json.dumps({"runs": data, "colours": colours}, ensure_ascii=False, separators=(",", ":"))
     script = get_plotlyjs().encode()
     return render("timelines.html", scripts=(script,), plotly=pack(script), data=pack(text.encode()))

@@ -10,24 +10,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zero1_helpers.measure.emulate import current, emulate, transport
 from zero1_helpers.measure.files import RunError
-from zero1_helpers.measure.link import Link, current, emulate, parse_link, transport
+from zero1_helpers.measure.link import Link, parse_link
 from zero1_helpers.measure.profiler import gather, get_profiler, touch_free_memory
 from zero1_helpers.measure.runs import load_record, load_run
 from zero1_helpers.measure.terminal import say
 from zero1_helpers.memory_math import bytes_sent, nbytes
 from zero1_helpers.training.loop import endless, train, warm_up
+from zero1_helpers.training.presets import COMMON_SEED, Preset, get_preset, set_seed
 from zero1_helpers.training.variants import adam, get_variant
 from zero1_helpers.training.workload import (
-    COMMON_SEED,
-    Preset,
     describe_data,
     get_dataloader,
     get_dataset,
-    get_preset,
     get_smol_model,
     meta_smol_model,
-    set_seed,
     shard_dataset,
 )
 

@@ -10,7 +10,7 @@ from zero1_helpers.flat import FlatShardedOptimizer, SimpleDDPReduceScatter
 from zero1_helpers.overlap import SimpleDDPBucketAsync
 from zero1_helpers.partition import by_bytes
 from zero1_helpers.training.loop import flush_wait_receive, flush_wait_step, sync_step, wait_step
-from zero1_helpers.training.workload import Preset, get_preset
+from zero1_helpers.training.presets import Preset, get_preset
 from zero1_helpers.zero import ShardedOptimizer, ZeROOne
 
 
