@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools import one_click
+from zero1_helpers.training.workload import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOMEWHERE = "https://github.com/someone/a.series"
@@ -18,6 +19,7 @@ def test_the_container_is_made_by_a_target_that_there_is():
     container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
     assert container["hostRequirements"]["cpus"] == 2
     assert container["hostRequirements"]["memory"] == "8gb"
+    assert container["containerEnv"]["ZERO1_PRESET"] in PRESETS
     make, target = container["postCreateCommand"].split()
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     assert make == "make" and target in targets
