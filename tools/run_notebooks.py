@@ -9,16 +9,23 @@ A notebook is written only after all of its cells have succeeded. Cells run in n
 """
 
 import argparse
+import atexit
 import datetime
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
 from fnmatch import fnmatch
 from pathlib import Path
 
 os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this environment's kernel, not the home folder's
+
+if os.path.expanduser("~") == "~":  # no HOME, and a user whom the system does not know
+    os.environ["HOME"] = tempfile.mkdtemp(prefix="home-")  # Jupyter does not start without one
+    atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
 import jupytext
 import nbformat
