@@ -3,7 +3,8 @@
 from importlib.util import find_spec
 
 _GROUPS = {  # group: the modules that this package imports from it
-    "figures": "pandas pydantic hta matplotlib plotly viztracer nbconvert pygments PIL latex2mathml jinja2 markupsafe",
+    "figures": "pandas pydantic hta matplotlib plotly viztracer nbconvert pygments PIL latex2mathml "
+    "jinja2 markupsafe",
     "notebooks": "transformers tokenizers datasets huggingface_hub IPython ipykernel "
     "nbdistributed zmq traitlets packaging psutil jupytext nbclient nbformat",
 }
