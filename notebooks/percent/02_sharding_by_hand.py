@@ -444,13 +444,14 @@ assert own_second > 1e-6, "from the second step on, the gradients are of differe
 # %% [markdown]
 # ## Free the memory
 #
-# A tensor lives as long as anything refers to it: model, optimizer, our lists, and also loop variables (`p`, `group`) and `loss`, whose graph leads to every parameter. Weak references watch without holding on.
+# A tensor lives as long as anything refers to it: model, optimizer, our lists, and also loop variables (`p`, `group`) and `loss`, whose graph leads to every parameter. The wrapper's hooks lead from each parameter back to the model, so `remove()` takes them off first. Weak references watch without holding on.
 
 # %%
 import gc
 import weakref
 
 watch = [weakref.ref(p) for p in params]
+ddp_model.remove()
 del model, ddp_model, optimizer, params, local_params, p, group, loss, left, before
 gc.collect()
 alive = sum(ref() is not None for ref in watch)
