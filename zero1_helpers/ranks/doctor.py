@@ -21,7 +21,7 @@ from zero1_helpers._groups import GROUP_OF
 
 RANKS = 4  # of the notebooks
 OLDEST_PYTHON = (3, 11)
-ROOM = 8e9  # bytes; four ranks of the preset `small` and the kernel take 5.6e9 and more, of `tiny` 2.6e9
+ROOM = 8e9  # bytes; four ranks of the preset `small` and the kernel take 5.6e9 and more, of `tiny` 3.4e9
 HUB_SECONDS = 3
 MARKS = {"ready": "ok  ", "limit": "note", "fault": "FIX "}
 
