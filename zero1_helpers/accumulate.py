@@ -5,6 +5,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from zero1_helpers.hooks import on_gradients
+
 
 class GradientSum:
     """Adds up the gradients of a step's micro-batches, in the parameters' dtype or in float32.
@@ -28,7 +30,7 @@ class GradientSum:
         self._sums: dict[Tensor, Tensor] = {}
         self._last = False
         params = [p for p in model.parameters() if p.requires_grad] if in_float32 else []
-        self._hooks = [p.register_post_accumulate_grad_hook(self._add) for p in params]
+        self._hooks = on_gradients(params, self._add)
 
     @torch.no_grad()
     def _add(self, p: Tensor) -> None:

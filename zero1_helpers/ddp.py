@@ -26,6 +26,7 @@ from zero1_helpers.checks import (
     watchers_of,
 )
 from zero1_helpers.collectives import all_take_part
+from zero1_helpers.hooks import on_gradients
 from zero1_helpers.phases import announce, phase
 
 
@@ -62,7 +63,7 @@ class SimpleDDP(nn.Module):
         self._unsynced: set[Tensor] = set()  # parameters with gradients of this rank alone
         start_equal(model, process_group, broadcast_parameters)
         watch(self, self._names)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names]
+        self._hooks = on_gradients(self._names, self._on_gradient)
 
     def __getattr__(self, name: str):
         try:
