@@ -59,7 +59,9 @@ def torch_ddp(model, blocks, optimizer_cls, bucket_cap_mb, views=False, **kwargs
 def torch_zero(model, blocks, optimizer_cls, bucket_cap_mb, views=False, **kwargs):
     ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=views)
     params = model.parameters()
-    return ddp, ZeroRedundancyOptimizer(params, optimizer_cls, parameters_as_bucket_view=views, **kwargs)
+    return ddp, ZeroRedundancyOptimizer(
+        params, optimizer_cls, parameters_as_bucket_view=views, **kwargs
+    )
 
 
 def torch_fsdp2(model, blocks, optimizer_cls, bucket_cap_mb, **kwargs):
@@ -77,16 +79,23 @@ def deepspeed_stage1(model, blocks, optimizer_cls, bucket_cap_mb, **kwargs):
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # it asks for that; torchrun sets it
     elements = int(bucket_cap_mb * 2**20) // first.element_size()
     stage1 = {"stage": 1, "reduce_bucket_size": elements, "allgather_bucket_size": elements}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": stage1,
-              "gradient_clipping": 0.0}  # not said, it clips to a norm of 1 (its PR 8068)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": stage1,
+        "gradient_clipping": 0.0,
+    }  # not said, it clips to a norm of 1 (its PR 8068)
     optimizer = optimizer_cls(model.parameters(), **kwargs)
     with contextlib.redirect_stdout(io.StringIO()):  # it announces itself at length
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)  # a name of torch's
+        warnings.filterwarnings(
+            "ignore", ".*all_gather_into_tensor", FutureWarning
+        )  # a name of torch's
         deepspeed.utils.groups._WORLD_GROUP = None  # its cache; a link may have come since
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; takes a compiler
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # for inference; takes a compiler
+        )
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[:2]
 
 

@@ -75,7 +75,9 @@ class Racer:
     def __init__(self, name: str, model: str, depth: int | None):
         self.contender = CONTENDERS[name]
         self.plain, blocks, self.loss = MODELS[model](*[depth] if depth else [])
-        self.model, self.optimizer = self.contender.build(self.plain, blocks, torch.optim.Adam, CAP_MB, lr=LR)
+        self.model, self.optimizer = self.contender.build(
+            self.plain, blocks, torch.optim.Adam, CAP_MB, lr=LR
+        )
         for group in self.optimizer.param_groups:
             group["fused"] = True  # the same kernel for all
 
@@ -151,9 +153,18 @@ def race(folder, names, model, links, rounds, steps, depth, details):
             for i in range(len(names)):
                 name = names[(i + number) % len(names)]
                 seconds, late = racers[name].time(steps)
-                times.append({"model": model, "depth": depth, "ranks": world_size, "link": link,
-                              "contender": name, "round": number, "seconds": seconds,
-                              "late": late})  # fmt: skip
+                times.append(
+                    {
+                        "model": model,
+                        "depth": depth,
+                        "ranks": world_size,
+                        "link": link,
+                        "contender": name,
+                        "round": number,
+                        "seconds": seconds,
+                        "late": late,
+                    }
+                )
         if rank == 0:
             print(f"{model}, {world_size} ranks, link {link}: {rounds} rounds", flush=True)
     if rank == 0:
@@ -203,19 +214,21 @@ def table(times: pd.DataFrame, about: pd.DataFrame) -> pd.DataFrame:
     median = times.groupby("contender", sort=False)["seconds"].median()
     ratio, zero = ratios(times, "compute"), ratios(times, "torch-zero")
     spread = "{0[median]:.2f} ({0[min]:.2f} to {0[max]:.2f})".format
-    return pd.DataFrame({
-        "contender": {name: CONTENDERS[name].title for name in about.index},
-        "step, ms": (1e3 * median).round().astype(int),
-        "of compute": ratio["median"].round(2),
-        "of torch-zero (least to most)": zero.apply(spread, axis=1),
-        "of the floor": of_the_floor(times, about)["median"].round(2),
-        "exposed, ms": (1e3 * (median - median["compute"])).round().astype(int),
-        "late, %": (100 * times.groupby("contender")["late"].mean()).round().astype(int),
-        "sent, MB": about["sent_mb"].round(1),
-        "collectives": about["collectives"].astype(int),
-        "state, MB": about["state_mb"].round(1),
-        **{f"{name}, MB": about[name].round(1) for name in CATEGORIES},
-    }).loc[list(about.index)]  # fmt: skip
+    return pd.DataFrame(
+        {
+            "contender": {name: CONTENDERS[name].title for name in about.index},
+            "step, ms": (1e3 * median).round().astype(int),
+            "of compute": ratio["median"].round(2),
+            "of torch-zero (least to most)": zero.apply(spread, axis=1),
+            "of the floor": of_the_floor(times, about)["median"].round(2),
+            "exposed, ms": (1e3 * (median - median["compute"])).round().astype(int),
+            "late, %": (100 * times.groupby("contender")["late"].mean()).round().astype(int),
+            "sent, MB": about["sent_mb"].round(1),
+            "collectives": about["collectives"].astype(int),
+            "state, MB": about["state_mb"].round(1),
+            **{f"{name}, MB": about[name].round(1) for name in CATEGORIES},
+        }
+    ).loc[list(about.index)]
 
 
 def markdown(frame: pd.DataFrame) -> str:
@@ -224,8 +237,10 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def setting(ranks) -> str:
-    return (f"{platform.machine()} CPU, {os.cpu_count()} cores · {ranks} ranks, one thread each · gloo · "
-            f"torch {torch.__version__.partition('+')[0]} · {datetime.date.today().isoformat()}")  # fmt: skip
+    return (
+        f"{platform.machine()} CPU, {os.cpu_count()} cores · {ranks} ranks, one thread each · gloo · "
+        f"torch {torch.__version__.partition('+')[0]} · {datetime.date.today().isoformat()}"
+    )
 
 
 def draw(times: pd.DataFrame, path: Path):
@@ -246,13 +261,25 @@ def draw(times: pd.DataFrame, path: Path):
                 spread = [middle - rows["min"], rows["max"] - middle]
                 at = [j + (i - len(names) / 2) * 0.8 / len(names) for j in range(len(links))]
                 theirs = name.startswith(("torch", "deepspeed"))
-                ax.errorbar(at, middle, spread, fmt="s" if theirs else "o", markersize=4, linewidth=1,
-                            color=f"C{i % 10}", mfc="none" if theirs else None, label=name)  # fmt: skip
+                ax.errorbar(
+                    at,
+                    middle,
+                    spread,
+                    fmt="s" if theirs else "o",
+                    markersize=4,
+                    linewidth=1,
+                    color=f"C{i % 10}",
+                    mfc="none" if theirs else None,
+                    label=name,
+                )
             ax.set_xticks(range(len(links)), [f"link {link}" for link in links], color=look["ink"])
             ax.tick_params(colors=look["muted"])
             ax.axhline(1, color=look["rule"], linewidth=0.8)
-            ax.set_title(f"{model}: step time over compute alone (median, least, most)",
-                         color=look["ink"], fontsize=10)  # fmt: skip
+            ax.set_title(
+                f"{model}: step time over compute alone (median, least, most)",
+                color=look["ink"],
+                fontsize=10,
+            )
             for spine in ax.spines.values():
                 spine.set_color(look["rule"])
             ax.legend(fontsize=7, ncols=2, labelcolor=look["ink"], frameon=False)
@@ -285,9 +312,17 @@ def bars(times: pd.DataFrame, about: dict[str, pd.DataFrame]) -> pd.DataFrame:
             of = floor if other == FLOOR else ratios(part, other)
             low, middle, high = of.loc[name, ["min", "median", "max"]].round(2)
             verdict = "yes" if middle <= most else "within the spread" if low <= most else "no"
-            rows.append({"model": model, "link": link, "contender": name, "of": other,
-                         "takes": f"{middle:.2f} ({low:.2f} to {high:.2f})",
-                         "asked": f"{most:.2f}", "met": verdict})  # fmt: skip
+            rows.append(
+                {
+                    "model": model,
+                    "link": link,
+                    "contender": name,
+                    "of": other,
+                    "takes": f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                    "asked": f"{most:.2f}",
+                    "met": verdict,
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -317,8 +352,12 @@ def main(argv=None) -> int:
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a block (default: %(default)s)")
-    parser.add_argument("--worlds", default="1,2,4,8", help="of the second part; empty leaves it out")
-    parser.add_argument("--depths", default="4,8,16,32", help="of the third part; empty leaves it out")
+    parser.add_argument(
+        "--worlds", default="1,2,4,8", help="of the second part; empty leaves it out"
+    )
+    parser.add_argument(
+        "--depths", default="4,8,16,32", help="of the third part; empty leaves it out"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args(argv)
     links, names = args.links.split(","), args.contenders.split(",")
@@ -341,9 +380,21 @@ def main(argv=None) -> int:
         everything.append(times)
         details[model] = about
         for link in links:
-            page += [f"## {model}, link {link}", "", markdown(table(times[times["link"] == link], about)), ""]
+            page += [
+                f"## {model}, link {link}",
+                "",
+                markdown(table(times[times["link"] == link], about)),
+                "",
+            ]
     everything = pd.concat(everything)
-    page += ["## What is asked", "", NO_SENDING_IN_FORWARD, "", markdown(bars(everything, details)), ""]
+    page += [
+        "## What is asked",
+        "",
+        NO_SENDING_IN_FORWARD,
+        "",
+        markdown(bars(everything, details)),
+        "",
+    ]
     draw(everything, args.out / "race")
     page += [PICTURE, ""]
     page += grow("ranks", args.worlds, lambda n: {"ranks": n}, args)
@@ -358,12 +409,18 @@ def grow(what: str, values: str, as_arguments: Callable, args) -> list[str]:
     """How step time and state grow over the number of ranks, or the depth of the MLP, at 100 MB/s."""
     names, rows = ["compute", "ddp", "zero1", "zero1-overlap", "torch-zero"], []
     for value in map(int, filter(None, values.split(","))):
-        times, about = run_race(names, "mlp", ["100MB/s"], args.rounds, args.steps, details=True,
-                                **as_arguments(value))  # fmt: skip
+        times, about = run_race(
+            names, "mlp", ["100MB/s"], args.rounds, args.steps, details=True, **as_arguments(value)
+        )
         median = times.groupby("contender")["seconds"].median()
         state = about["state_mb"].round(1)
-        rows.append({what: value, **{f"{n}, ms": round(1e3 * median[n]) for n in names},
-                     **{f"{n}, state MB": state[n] for n in names[1:]}})  # fmt: skip
+        rows.append(
+            {
+                what: value,
+                **{f"{n}, ms": round(1e3 * median[n]) for n in names},
+                **{f"{n}, state MB": state[n] for n in names[1:]},
+            }
+        )
     if not rows:
         return []
     return [f"## Growth with {what} (mlp, link 100MB/s)", "", markdown(pd.DataFrame(rows)), ""]

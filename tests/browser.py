@@ -17,11 +17,20 @@ from pathlib import Path
 import websocket
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = ["--headless=new", "--no-first-run", "--disable-gpu", "--disable-extensions", "--hide-scrollbars",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         "--remote-debugging-port=0", "--allow-file-access-from-files",
-         # no name is resolved: a page that wants something from outside must fail
-         "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"]  # fmt: skip
+FLAGS = [
+    "--headless=new",
+    "--no-first-run",
+    "--disable-gpu",
+    "--disable-extensions",
+    "--hide-scrollbars",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-port=0",
+    "--allow-file-access-from-files",
+    # no name is resolved: a page that wants something from outside must fail
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+]
 
 
 def find_chromium() -> str:

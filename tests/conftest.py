@@ -8,10 +8,14 @@ import pytest
 from tests.ranks import Ranks
 
 os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # notebooks run on this environment's kernel
-os.environ.setdefault("ZERO1_PRESET", "tiny")  # what a notebook says holds for each preset; this one is quick
+os.environ.setdefault(
+    "ZERO1_PRESET", "tiny"
+)  # what a notebook says holds for each preset; this one is quick
 
 
-collect_ignore = [] if sys.platform.startswith("linux") else ["test_doors.py"]  # it does its work there
+collect_ignore = (
+    [] if sys.platform.startswith("linux") else ["test_doors.py"]
+)  # it does its work there
 
 
 def pytest_collection_modifyitems(items):

@@ -119,8 +119,10 @@ def gone(pids: list[int], within: float = 20) -> bool:
     """Whether these processes end, or become a child that only has to be waited for."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE
-                   for p in pids):
+        if not any(
+            psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE
+            for p in pids
+        ):
             return True
         time.sleep(0.05)
     return False

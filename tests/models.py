@@ -147,14 +147,20 @@ class Variant:
         self.name = name
         make = lambda: optimizer_cls(model.parameters(), **kwargs)  # noqa: E731
         if name.startswith("flat"):
-            options = {"flat-lag0": {"lag": 0}, "flat-lazy": {"lazy_gather": True},
-                       "flat-after": {"step_in_backward": False}}.get(name, {})  # fmt: skip
+            options = {
+                "flat-lag0": {"lag": 0},
+                "flat-lazy": {"lazy_gather": True},
+                "flat-after": {"step_in_backward": False},
+            }.get(name, {})
             self.optimizer = FlatShardedOptimizer(optimizer_cls, model, self.cap, **kwargs)
             self.model = SimpleDDPReduceScatter(model, self.optimizer, **options)
             return
         if name.startswith("overlap"):
-            options = {"overlap-lag0": {"lag": 0}, "overlap-lag4": {"lag": 4},
-                       "overlap-after": {"step_in_backward": False}}.get(name, {})  # fmt: skip
+            options = {
+                "overlap-lag0": {"lag": 0},
+                "overlap-lag4": {"lag": 4},
+                "overlap-after": {"step_in_backward": False},
+            }.get(name, {})
             self.optimizer = ShardedOptimizer(optimizer_cls, model, **kwargs)
             self.model = SimpleDDPBucketAsync(
                 model, self.optimizer, bucket_cap_mb=self.cap, **options
@@ -183,9 +189,21 @@ class Variant:
         self.optimizer.zero_grad()
 
 
-VARIANTS = ["ddp", "zero1", "balanced", "sharded", "async", "bucket",
-            "overlap", "overlap-lag0", "overlap-lag4", "overlap-after",
-            "flat", "flat-lazy", "flat-after"]  # fmt: skip
+VARIANTS = [
+    "ddp",
+    "zero1",
+    "balanced",
+    "sharded",
+    "async",
+    "bucket",
+    "overlap",
+    "overlap-lag0",
+    "overlap-lag4",
+    "overlap-after",
+    "flat",
+    "flat-lazy",
+    "flat-after",
+]
 
 
 def make(model_cls):

@@ -109,8 +109,9 @@ class Ranks:
         for rank in range(first, world_size):
             conn, theirs = self._ctx.Pipe()
             stacks = Path(self._dir.name) / f"stacks{rank}.{self._calls}"
-            process = self._ctx.Process(target=_worker, args=(rank, theirs, str(stacks)),
-                                        name=f"rank {rank}", daemon=True)
+            process = self._ctx.Process(
+                target=_worker, args=(rank, theirs, str(stacks)), name=f"rank {rank}", daemon=True
+            )
             process.start()
             theirs.close()
             self._pool.append((process, conn, stacks))

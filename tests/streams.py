@@ -101,7 +101,9 @@ class Streams(TorchDispatchMode):
             for stream, time in block.uses.items():
                 # the allocator waits for the end of each recorded stream, and so for all that it has seen
                 if not any(s.has_seen(stream, time) for s in (block.home, *block.recorded)):
-                    self.faults.append(f"memory of {block.home} is given away, {stream} has it queued")
+                    self.faults.append(
+                        f"memory of {block.home} is given away, {stream} has it queued"
+                    )
 
     def block_of(self, t):
         storage = t.untyped_storage()
@@ -120,7 +122,9 @@ class Streams(TorchDispatchMode):
         for tensors, is_write in ((reads, False), (writes, True)):
             for block in {id(b): b for b in map(self.block_of, tensors) if b is not None}.values():
                 if block.write and not stream.has_seen(*block.write):
-                    self.faults.append(f"{stream} uses what {block.write[0]} has not surely written")
+                    self.faults.append(
+                        f"{stream} uses what {block.write[0]} has not surely written"
+                    )
                 if is_write:
                     for other, at in block.uses.items():
                         if not stream.has_seen(other, at):
@@ -140,7 +144,9 @@ class Streams(TorchDispatchMode):
                 written = argument.alias_info is not None and argument.alias_info.is_write
                 (writes if written else reads).extend(tensors_in(kwargs[argument.name]))
         out = func(*args, **kwargs)
-        views = [r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns]
+        views = [
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        ]
         if not self.quiet and not (views and all(views)) and func.namespace == "aten":
             self.kernel(self.current, reads, [*writes, *tensors_in(out)])
         return out

@@ -31,8 +31,11 @@ def intervals(raw, kind):
         "communication": lambda e: e["name"].startswith(("gloo:", "nccl")),
         "copy": lambda e: e.get("cat") == "gpu_memcpy",
     }[kind]
-    found = [(e["ts"] - BASE, e["ts"] - BASE + e["dur"]) for e in raw["traceEvents"]
-             if e["ph"] == "X" and chosen(e) and e["ts"] >= second_step(raw)]  # fmt: skip
+    found = [
+        (e["ts"] - BASE, e["ts"] - BASE + e["dur"])
+        for e in raw["traceEvents"]
+        if e["ph"] == "X" and chosen(e) and e["ts"] >= second_step(raw)
+    ]
     return np.array(found).reshape(-1, 2)
 
 
@@ -45,8 +48,10 @@ def brute_force(raw):
     kinds = {kind: intervals(raw, kind) for kind in ("compute", "communication", "copy")}
     edges = np.unique(np.concatenate([k.ravel() for k in kinds.values()]))
     middle, length = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
-    on = {kind: ((k[:, 0, None] < middle) & (middle < k[:, 1, None])).any(axis=0)
-          for kind, k in kinds.items()}  # fmt: skip
+    on = {
+        kind: ((k[:, 0, None] < middle) & (middle < k[:, 1, None])).any(axis=0)
+        for kind, k in kinds.items()
+    }
     compute, comm, busy = on["compute"], on["communication"], on["communication"] | on["copy"]
     total = length.sum()
     return {
@@ -54,8 +59,9 @@ def brute_force(raw):
         "non_compute_pct": 100 * length[busy & ~compute].sum() / total,
         "idle_pct": 100 * length[~busy & ~compute].sum() / total,
         "overlap_pct": 100 * length[comm & compute].sum() / max(length[comm].sum(), 1e-9),
-        "comm_us": length[comm].sum(), "exposed_us": length[comm & ~compute].sum(),
-    }  # fmt: skip
+        "comm_us": length[comm].sum(),
+        "exposed_us": length[comm & ~compute].sum(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +69,9 @@ def run(tmp_path_factory):
     return load_run(make_run(tmp_path_factory.mktemp("runs") / "run"))
 
 
-@pytest.mark.parametrize(("make", "world_size"), [(cpu_trace, 2), (cpu_trace, 3), (cuda_trace, 1),
-                                                  (cuda_trace, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "world_size"), [(cpu_trace, 2), (cpu_trace, 3), (cuda_trace, 1), (cuda_trace, 2)]
+)
 def test_hta_equals_brute_force(make, world_size, tmp_path):
     run = load_run(make_run(tmp_path, world_size, make))
     times, overlap = frames.temporal_breakdown(run), frames.comm_comp_overlap(run)
@@ -114,10 +121,15 @@ def test_one_rank_without_communication(tmp_path, monkeypatch):
 
 def test_kernel_breakdown_keeps_every_name(run):
     kinds, kernels = frames.kernel_breakdown(run)
-    wanted = pd.DataFrame([(e["name"], rank, e["dur"]) for rank in range(2)
-                           for e in run.trace(rank)["traceEvents"]
-                           if "stream" in e.get("args", {}) and e["ts"] >= second_step(run.trace(rank))],
-                          columns=["name", "rank", "dur"])  # fmt: skip
+    wanted = pd.DataFrame(
+        [
+            (e["name"], rank, e["dur"])
+            for rank in range(2)
+            for e in run.trace(rank)["traceEvents"]
+            if "stream" in e.get("args", {}) and e["ts"] >= second_step(run.trace(rank))
+        ],
+        columns=["name", "rank", "dur"],
+    )
     wanted = wanted.groupby(["name", "rank"])["dur"].agg(["sum", "mean", "max", "min"])
     assert len(wanted) > 40
     found = kernels.set_index(["name", "rank"]).loc[wanted.index]
@@ -158,8 +170,12 @@ def test_memory_timeline_equals_a_loop(run):
         wanted[time / 1e3] = (*alive.values(), sum(alive.values()))  # the last of its microsecond
     assert list(frame.columns) == ["time_ms", *CATEGORIES, "total"]
     assert list(frame.index) == list(range(len(wanted)))
-    assert dict(zip(frame["time_ms"], frame.iloc[:, 1:].itertuples(index=False, name=None),
-                    strict=True)) == wanted  # fmt: skip
+    assert (
+        dict(
+            zip(frame["time_ms"], frame.iloc[:, 1:].itertuples(index=False, name=None), strict=True)
+        )
+        == wanted
+    )
 
 
 def test_memory_peaks(run):
@@ -178,8 +194,11 @@ def test_memory_peaks(run):
 
 
 def scheduled(folder, events, variant):
-    marks = [span("ProfilerStep#0", 0, 100, cat="user_annotation"),
-             span("ProfilerStep#1", 1000, 900, cat="user_annotation"), span("aten::mm", 5, 9)]  # fmt: skip
+    marks = [
+        span("ProfilerStep#0", 0, 100, cat="user_annotation"),
+        span("ProfilerStep#1", 1000, 900, cat="user_annotation"),
+        span("aten::mm", 5, 9),
+    ]
     raw = cpu_trace(0, 1) | {"traceEvents": marks + events}
     runs.save_rank(folder, 0, lane_view(raw, BASE), make_memory())
     make_run(folder.parent / "other", 1, variant=variant)
@@ -202,50 +221,82 @@ def issue(name, ts):
 
 def test_schedule_of_buckets(tmp_path):
     events = [
-        phase("forward", 1010, 40), phase("backward", 1100, 300), span("aten::mm", 1100, 50),
-        phase("launch 0", 1150, 10), issue("allreduce_", 1151), gloo("all_reduce", 1165, 70),
-        phase("launch 1", 1250, 10), issue("allreduce_", 1251), gloo("all_reduce", 1265, 30),
-        phase("step 0", 1270, 20), phase("broadcast 0", 1291, 9), issue("broadcast_", 1292),
+        phase("forward", 1010, 40),
+        phase("backward", 1100, 300),
+        span("aten::mm", 1100, 50),
+        phase("launch 0", 1150, 10),
+        issue("allreduce_", 1151),
+        gloo("all_reduce", 1165, 70),
+        phase("launch 1", 1250, 10),
+        issue("allreduce_", 1251),
+        gloo("all_reduce", 1265, 30),
+        phase("step 0", 1270, 20),
+        phase("broadcast 0", 1291, 9),
+        issue("broadcast_", 1292),
         gloo("broadcast", 1300, 50),
-        phase("step 1", 1410, 20), phase("broadcast 1", 1431, 9), issue("broadcast_", 1432),
+        phase("step 1", 1410, 20),
+        phase("broadcast 1", 1431, 9),
+        issue("broadcast_", 1432),
         gloo("broadcast", 1440, 50),
-    ]  # fmt: skip
+    ]
     assert scheduled(tmp_path / "run", events, "zero1-overlap") == [
-        ("bucket 0", "backward", 0.1, 0.15), ("bucket 0", "all-reduce", 0.165, 0.235),
-        ("bucket 0", "step", 0.27, 0.29), ("bucket 0", "broadcast", 0.3, 0.35),
-        ("bucket 1", "backward", 0.16, 0.25), ("bucket 1", "all-reduce", 0.265, 0.295),
-        ("bucket 1", "step", 0.41, 0.43), ("bucket 1", "broadcast", 0.44, 0.49),
-    ]  # fmt: skip
+        ("bucket 0", "backward", 0.1, 0.15),
+        ("bucket 0", "all-reduce", 0.165, 0.235),
+        ("bucket 0", "step", 0.27, 0.29),
+        ("bucket 0", "broadcast", 0.3, 0.35),
+        ("bucket 1", "backward", 0.16, 0.25),
+        ("bucket 1", "all-reduce", 0.265, 0.295),
+        ("bucket 1", "step", 0.41, 0.43),
+        ("bucket 1", "broadcast", 0.44, 0.49),
+    ]
 
 
 def test_schedule_spreads_what_is_done_for_all(tmp_path):
     events = [
-        phase("backward", 1100, 100), phase("launch 0", 1150, 10), issue("allreduce_", 1151),
-        gloo("all_reduce", 1165, 70), phase("launch 1", 1250, 10), issue("allreduce_", 1251),
-        gloo("all_reduce", 1265, 30), phase("step", 1300, 20), phase("broadcast", 1330, 20),
-        issue("broadcast_", 1331), issue("broadcast_", 1341), gloo("broadcast", 1335, 5),
+        phase("backward", 1100, 100),
+        phase("launch 0", 1150, 10),
+        issue("allreduce_", 1151),
+        gloo("all_reduce", 1165, 70),
+        phase("launch 1", 1250, 10),
+        issue("allreduce_", 1251),
+        gloo("all_reduce", 1265, 30),
+        phase("step", 1300, 20),
+        phase("broadcast", 1330, 20),
+        issue("broadcast_", 1331),
+        issue("broadcast_", 1341),
+        gloo("broadcast", 1335, 5),
         gloo("broadcast", 1345, 15),
-    ]  # fmt: skip
+    ]
     rows = scheduled(tmp_path / "run", events, "zero1-async")
     assert rows == [
-        ("param 0", "backward", 0.1, 0.15), ("param 0", "all-reduce", 0.165, 0.235),
-        ("param 0", "step", 0.3, 0.32), ("param 0", "broadcast", 0.335, 0.36),
+        ("param 0", "backward", 0.1, 0.15),
+        ("param 0", "all-reduce", 0.165, 0.235),
+        ("param 0", "step", 0.3, 0.32),
+        ("param 0", "broadcast", 0.335, 0.36),
         # Launched after the backward pass: its backward ends with that.
-        ("param 1", "backward", 0.16, 0.2), ("param 1", "all-reduce", 0.265, 0.295),
-        ("param 1", "step", 0.3, 0.32), ("param 1", "broadcast", 0.335, 0.36),
-    ]  # fmt: skip
+        ("param 1", "backward", 0.16, 0.2),
+        ("param 1", "all-reduce", 0.265, 0.295),
+        ("param 1", "step", 0.3, 0.32),
+        ("param 1", "broadcast", 0.335, 0.36),
+    ]
 
 
 def test_schedule_without_launches_is_one_row(tmp_path):
     events = [
-        phase("backward", 1100, 100), phase("sync", 1200, 100), issue("allreduce_", 1201),
-        gloo("all_reduce", 1202, 20), issue("allreduce_", 1241), gloo("all_reduce", 1242, 20),
+        phase("backward", 1100, 100),
+        phase("sync", 1200, 100),
+        issue("allreduce_", 1201),
+        gloo("all_reduce", 1202, 20),
+        issue("allreduce_", 1241),
+        gloo("all_reduce", 1242, 20),
         span("Optimizer.step#Adam.step", 1310, 30, cat="user_annotation"),
-    ]  # fmt: skip
+    ]
     assert scheduled(tmp_path / "run", events, "ddp") == [
-        ("all params", "backward", 0.1, 0.2), ("all params", "all-reduce", 0.202, 0.222),
-        ("all params", "all-reduce", 0.242, 0.262), ("all params", "step", 0.31, 0.34),
-    ]  # fmt: skip
+        ("all params", "backward", 0.1, 0.2),
+        ("all params", "all-reduce", 0.202, 0.222),
+        ("all params", "all-reduce", 0.242, 0.262),
+        ("all params", "step", 0.31, 0.34),
+    ]
 
 
 def test_schedule_on_cuda_and_of_a_step_that_is_not_there(tmp_path):

@@ -41,7 +41,11 @@ def plans(rank, world_size):
         loss_of(ddp, x[rank], y[rank]).backward()
         ddp.wait_for_gradients()
         ddp.zero_grad()
-    return [*seen, [names[b.params[0]] for b in ddp.buckets]], arrived[: len(names)], list(names.values())
+    return (
+        [*seen, [names[b.params[0]] for b in ddp.buckets]],
+        arrived[: len(names)],
+        list(names.values()),
+    )
 
 
 def test_the_plan_is_rank_0s_order_of_arrival_on_every_rank(ranks):
@@ -57,9 +61,13 @@ def step_in_buckets(rank, world_size, cap):
     for bucket_cap_mb in (None, cap):
         model = make(MLP)
         ddp = SimpleDDPBucket(model, cap)
-        optimizer = ZeROOne(torch.optim.Adam(model.parameters(), lr=0.1), bucket_cap_mb=bucket_cap_mb)
+        optimizer = ZeROOne(
+            torch.optim.Adam(model.parameters(), lr=0.1), bucket_cap_mb=bucket_cap_mb
+        )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "broadcast", lambda t, **kwargs: sent.append(t.numel()) or real(t, **kwargs))
+            patch.setattr(
+                dist, "broadcast", lambda t, **kwargs: sent.append(t.numel()) or real(t, **kwargs)
+            )
             for step in range(3):
                 x, y = data(step, world_size)
                 loss_of(ddp, x[rank], y[rank]).backward()
@@ -112,7 +120,9 @@ def test_parameters_that_travel_together_lie_together(model_cls):
     assert flat.shape == (sum(p.numel() for p in params),)
     for p, old in zip(params, before, strict=True):
         assert torch.equal(p, old) and p.stride() == old.stride()
-    assert sum(p.numel() for p in params if not p.is_contiguous()) == (108 + 48) * (model_cls is ChannelsLast)
+    assert sum(p.numel() for p in params if not p.is_contiguous()) == (108 + 48) * (
+        model_cls is ChannelsLast
+    )
     assert as_flat(params).data_ptr() == flat.data_ptr()  # nothing is moved twice
     flat.zero_()
     assert all((p == 0).all() for p in params)  # it is their memory

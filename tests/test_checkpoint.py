@@ -49,7 +49,9 @@ def bits(variant):
     found = [p.detach().clone() for p in variant.model.parameters()]
     for _, here, _ in checkpoint.shard_of(variant.model.module, variant.optimizer).values():
         entry = variant.optimizer.state.get(here, {})
-        found += [value.clone() for _, value in sorted(entry.items()) if isinstance(value, torch.Tensor)]
+        found += [
+            value.clone() for _, value in sorted(entry.items()) if isinstance(value, torch.Tensor)
+        ]
     return found
 
 
@@ -126,7 +128,9 @@ def one_process(rank, world_size, folder):
     plain = cls(model.parameters(), **kwargs)
     with pytest.warns(UserWarning, match="single process"):
         checkpoint.load_checkpoint(folder, model, plain)
-    assert plain.param_groups[0]["fused"] is None  # the flat class had it, and this one chose not to
+    assert (
+        plain.param_groups[0]["fused"] is None
+    )  # the flat class had it, and this one chose not to
     return plain.state_dict()["state"]
 
 
@@ -147,7 +151,9 @@ def elements_moved(rank, world_size, name, folder):
             patch.setattr(cls, "finish_plan", note)
         checkpoint.save_checkpoint(folder, variant.model, variant.optimizer)
         checkpoint.load_checkpoint(folder, variant.model, variant.optimizer)
-    held = sum(v.numel() for s in variant.optimizer.state.values() for k, v in s.items() if k != "step")
+    held = sum(
+        v.numel() for s in variant.optimizer.state.values() for k, v in s.items() if k != "step"
+    )
     (saved,), (_, loaded) = plans["Writer"], plans["Reader"]
     wrote = {"elements": 0, "model": 0}
     for item in saved:
@@ -155,7 +161,9 @@ def elements_moved(rank, world_size, name, folder):
             wrote["elements"] += item.tensor_data.chunk.sizes.numel()
     weights = safe_open(f"{folder}/model-{rank + 1:05}-of-{world_size:05}.safetensors", "pt")
     wrote["model"] = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118
-    read = sum(item.lengths.numel() for item in loaded if item.dest_index.fqn.startswith("elements/"))
+    read = sum(
+        item.lengths.numel() for item in loaded if item.dest_index.fqn.startswith("elements/")
+    )
     return held, wrote["elements"], read, wrote["model"]
 
 
@@ -165,7 +173,12 @@ def test_each_rank_writes_and_reads_its_shard_and_nothing_is_collected(ranks, tm
     whole = sum(p.numel() for p in MLP().parameters())
     for held, written, read, model in found:
         assert held == written == read and model < whole
-    assert [sum(column) for column in zip(*found, strict=True)] == [2 * whole, 2 * whole, 2 * whole, whole]
+    assert [sum(column) for column in zip(*found, strict=True)] == [
+        2 * whole,
+        2 * whole,
+        2 * whole,
+        whole,
+    ]
     assert len(list(tmp_path.glob("*.distcp"))) == len(list(tmp_path.glob("*.safetensors"))) == 4
 
 
@@ -199,7 +212,9 @@ def refused(rank, world_size, folder):
             checkpoint.save_checkpoint(f"{folder}/saved", adamw.model, adamw.optimizer)
     assert list(Path(folder, "saved").glob("*.distcp"))
     loading("there is no complete checkpoint", adamw, error=FileNotFoundError)
-    checkpoint.save_checkpoint(f"{folder}/saved", adamw.model, adamw.optimizer)  # takes the leftovers' place
+    checkpoint.save_checkpoint(
+        f"{folder}/saved", adamw.model, adamw.optimizer
+    )  # takes the leftovers' place
     before = bits(adamw)
     for where in ("saved", "saved" if rank == 1 else "fresh"):  # seen by all, or by one
         with pytest.raises(FileExistsError, match="there is a checkpoint in .*saved already"):
@@ -210,7 +225,9 @@ def refused(rank, world_size, folder):
     loading("the model has more.weight, the checkpoint has not", deep)
     model = make(MLP)
     some = ZeROOne(torch.optim.AdamW(list(model.parameters())[:-2]))
-    with pytest.raises(ValueError, match=r"hold other parameters .*: \[6\] parameters, there \[8\]"):
+    with pytest.raises(
+        ValueError, match=r"hold other parameters .*: \[6\] parameters, there \[8\]"
+    ):
         checkpoint.load_checkpoint(f"{folder}/saved", model, some)
     with pytest.raises(ValueError, match="a parameter that is not in the model"):
         checkpoint.load_checkpoint(f"{folder}/saved", model, adamw.optimizer)
@@ -247,12 +264,19 @@ def scheduled(rank, world_size, folder):
         model = make(MLP)
         matrices = [p for p in model.layers[1:].parameters() if p.ndim > 1]
         others = [p for p in model.layers[1:].parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": 0.3},
+            {"params": others, "weight_decay": 0.0},
+        ]
         optimizer = ShardedOptimizer(torch.optim.AdamW, groups, lr=0.05)
         optimizer.add_param_group({"params": list(model.layers[0].parameters()), "lr": 0.2})
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         compiled = torch.compile(model, backend="eager") if which == "resumed" else model
-        variants[which] = SimpleDDPBucketAsync(compiled, optimizer, Variant.cap), optimizer, schedule
+        variants[which] = (
+            SimpleDDPBucketAsync(compiled, optimizer, Variant.cap),
+            optimizer,
+            schedule,
+        )
 
     def go_on(which, steps):
         wrapped, _, schedule = variants[which]
@@ -270,7 +294,9 @@ def scheduled(rank, world_size, folder):
     schedule.load_state_dict(checkpoint.load_checkpoint(folder, wrapped, optimizer)["schedule"])
     for which in variants:
         go_on(which, range(3, 6))
-    settings = [[(g["lr"], g["weight_decay"]) for g in o.param_groups] for _, o, _ in variants.values()]
+    settings = [
+        [(g["lr"], g["weight_decay"]) for g in o.param_groups] for _, o, _ in variants.values()
+    ]
     assert settings[0] == settings[1] == [(0.05 / 8, 0.3), (0.05 / 8, 0.0), (0.2 / 8, 0.01)]
     parameters = [list(m.parameters()) for m, _, _ in variants.values()]
     assert all(torch.equal(p, q) for p, q in zip(*parameters, strict=True))
@@ -364,8 +390,12 @@ def another_dtype(rank, world_size, folder):
             words = str(saved)[6:], str(here)[6:], "cast=True"
             with pytest.raises(ValueError) as caught:
                 checkpoint.load_checkpoint(where, after.model, after.optimizer)
-            assert all(word in str(caught.value) for word in words) and "layers.0.weight" in str(caught.value)
-            assert all(torch.equal(p, v) for p, v in zip(after.model.parameters(), values, strict=True))
+            assert all(word in str(caught.value) for word in words) and "layers.0.weight" in str(
+                caught.value
+            )
+            assert all(
+                torch.equal(p, v) for p, v in zip(after.model.parameters(), values, strict=True)
+            )
             checkpoint.load_checkpoint(where, after.model, after.optimizer, cast=True)
             for p, q in zip(after.model.parameters(), before.model.parameters(), strict=True):
                 assert torch.equal(p, q.to(here))
@@ -429,11 +459,15 @@ def foreign(rank, world_size, folder):
         Path(folder, "index", ".metadata").write_bytes(pickle.dumps([Bomb(exploded)]))
         Path(folder, "garbage", ".metadata").write_bytes(metadata[: len(metadata) // 2])
         index = json.loads(Path(folder, "escape", "model.safetensors.index.json").read_text())
-        index["weight_map"] = dict.fromkeys(index["weight_map"], "../good/model-00001-of-00002.safetensors")
+        index["weight_map"] = dict.fromkeys(
+            index["weight_map"], "../good/model-00001-of-00002.safetensors"
+        )
         Path(folder, "escape", "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.MonkeyPatch.context() as patch:  # somebody saves what we would not
         patch.setattr(checkpoint, "check_data", lambda values: None)
-        checkpoint.save_checkpoint(f"{folder}/bomb", variant.model, variant.optimizer, Bomb(exploded))
+        checkpoint.save_checkpoint(
+            f"{folder}/bomb", variant.model, variant.optimizer, Bomb(exploded)
+        )
     dist.barrier()
     for name in ("index", "garbage", "escape", "bomb"):
         with pytest.raises(ValueError) as caught:
@@ -443,7 +477,9 @@ def foreign(rank, world_size, folder):
     assert not exploded.exists()
     for a, b in zip(bits(variant), before, strict=True):
         assert torch.equal(a, b)
-    assert checkpoint.load_checkpoint(f"{folder}/good", variant.model, variant.optimizer) == {"step": 1}
+    assert checkpoint.load_checkpoint(f"{folder}/good", variant.model, variant.optimizer) == {
+        "step": 1
+    }
 
 
 def test_what_is_loaded_is_data_and_runs_nothing(ranks, tmp_path):

@@ -25,10 +25,14 @@ def recorded(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("encoding", [NARROW, {"PYTHONIOENCODING": "latin-1"}], ids=["ascii", "latin-1"])
+@pytest.mark.parametrize(
+    "encoding", [NARROW, {"PYTHONIOENCODING": "latin-1"}], ids=["ascii", "latin-1"]
+)
 def test_a_terminal_that_is_not_utf8_shows_what_it_can(recorded, encoding):
     for command in (["record", "--help"], ["report", "--runs", str(recorded)]):
-        done = subprocess.run([*ZERO1, *command], env=os.environ | encoding, capture_output=True, timeout=200)
+        done = subprocess.run(
+            [*ZERO1, *command], env=os.environ | encoding, capture_output=True, timeout=200
+        )
         assert done.returncode == 0 and not done.stderr, done.stderr
         assert len(done.stdout) > 300
 
@@ -53,7 +57,19 @@ def test_what_could_not_be_written_is_a_failure(recorded):
     assert done.returncode != 0 and done.stderr.count("\n") == 1
 
 
-NUMBERS = ["nan", "inf", "-inf", "0", "-1", "1e400", "9" * 5000, "many", "", "1.5.2", "\N{INFINITY}"]
+NUMBERS = [
+    "nan",
+    "inf",
+    "-inf",
+    "0",
+    "-1",
+    "1e400",
+    "9" * 5000,
+    "many",
+    "",
+    "1.5.2",
+    "\N{INFINITY}",
+]
 
 
 @pytest.mark.parametrize("option", ["--params", "--ranks", "--node", "--tensors", "--flops"])
@@ -64,7 +80,16 @@ def test_no_number_is_a_traceback(option, capsys):
         assert line.startswith("zero1 plan: ") and option in line and len(line) < 300
 
 
-LINKS = ["nan", "nanMB/s", "infGB/s", "-1MB/s", "0MB/s", "1e999MB/s", "1MB/s + 1e999s", "1MB/s + nan s"]
+LINKS = [
+    "nan",
+    "nanMB/s",
+    "infGB/s",
+    "-1MB/s",
+    "0MB/s",
+    "1e999MB/s",
+    "1MB/s + 1e999s",
+    "1MB/s + nan s",
+]
 
 
 @pytest.mark.parametrize("link", [*LINKS, "1..2MB/s", "9" * 5000])
@@ -85,11 +110,19 @@ def test_both_signs_for_micro_are_read(mu, capsys):
     assert "0.005 ms" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["view", "x", "--port", "99999"], ["view", "x", "--port", "-1"],
-                                       ["record", "--variant", "ddp", "--out", "x", "--ranks", "10000000000"],
-                                       ["record", "--variant", "ddp", "--out", "x", "--steps", "nan"],
-                                       ["record", "--variant", "ddp", "--out", "x", "--batch-size", "0"],
-                                       ["figures", "--theme"], ["nothing"], []])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["view", "x", "--port", "99999"],
+        ["view", "x", "--port", "-1"],
+        ["record", "--variant", "ddp", "--out", "x", "--ranks", "10000000000"],
+        ["record", "--variant", "ddp", "--out", "x", "--steps", "nan"],
+        ["record", "--variant", "ddp", "--out", "x", "--batch-size", "0"],
+        ["figures", "--theme"],
+        ["nothing"],
+        [],
+    ],
+)
 def test_wrong_use_is_one_line(arguments, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
@@ -103,13 +136,27 @@ def test_a_bad_run_does_not_stop_the_others(recorded, tmp_path, capsys):
         (tmp_path / "runs" / "tiny" / name).mkdir()
         (tmp_path / "runs" / "tiny" / name / "run.json").write_bytes(data)
     os.mkfifo(tmp_path / "runs" / "tiny" / "pipe.rank0.gz")  # looks like an unfinished run
-    for command in (["report", "--runs"], ["export-trace", "--html", "--out", str(tmp_path / "out")]):
+    for command in (
+        ["report", "--runs"],
+        ["export-trace", "--html", "--out", str(tmp_path / "out")],
+    ):
         assert main([*command, str(tmp_path / "runs")]) == 1
         said = capsys.readouterr()
         assert said.err.count("\n") == 4 and "zero1" in said.out
-    few = ["--only", "memory", "--theme", "light", "--format", "png", "--out", str(tmp_path / "out")]
+    few = [
+        "--only",
+        "memory",
+        "--theme",
+        "light",
+        "--format",
+        "png",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main(["figures", "--runs", str(tmp_path / "runs"), *few]) == 1
-    assert (tmp_path / "out" / "tiny" / "zero1" / "memory.light.png").exists() and capsys.readouterr()
+    assert (
+        tmp_path / "out" / "tiny" / "zero1" / "memory.light.png"
+    ).exists() and capsys.readouterr()
     for name in ("a", "b", "c"):
         assert main(["view", str(tmp_path / "runs" / "tiny" / name), "--no-browser"]) == 1
         assert capsys.readouterr().err.count("\n") == 1

@@ -57,7 +57,9 @@ def test_cells_run_on_every_rank_and_equal_output_is_folded(run):
     assert run("print('a', rank)\nrank + 1;").text == "rank 0: a 0\nrank 1: a 1\n"
     assert run("print('a')\nprint('b')").text == "ranks 0, 1:\na\nb\n"
     assert run("%%rank [1]\nprint('only', rank)").text == "rank 1: only 1\n"
-    assert run("%%rank[0-1]\nrank, device, gpu_id").text.startswith("rank 0: (0, device(type='cpu')")
+    assert run("%%rank[0-1]\nrank, device, gpu_id").text.startswith(
+        "rank 0: (0, device(type='cpu')"
+    )
     assert run("%%distributed\n'x'").text == "ranks 0, 1: 'x'\n"
 
 
@@ -90,7 +92,10 @@ warnings.simplefilter("always")
 for _ in range(3): warnings.warn("careful")
 print(rank)"""
     assert run(cell).text.splitlines() == [
-        f"ranks 0, 1: UserWarning: careful ({cell_of(run)}, line 3)", "rank 0: 0", "rank 1: 1"]
+        f"ranks 0, 1: UserWarning: careful ({cell_of(run)}, line 3)",
+        "rank 0: 0",
+        "rank 1: 1",
+    ]
 
 
 def cell_of(run) -> str:
@@ -131,7 +136,10 @@ def test_progress_bars_of_ranks_are_a_line_each_also_while_they_move(run):
     cell = """import time, tqdm
 for _ in tqdm.tqdm(range(180), desc=f"bar {rank}"): time.sleep(0.01)"""
     lines = run(cell, seen.append).text.splitlines()
-    assert [re.sub(r"\|.*", "", line) for line in lines] == ["rank 0: bar 0: 100%", "rank 1: bar 1: 100%"]
+    assert [re.sub(r"\|.*", "", line) for line in lines] == [
+        "rank 0: bar 0: 100%",
+        "rank 1: bar 1: 100%",
+    ]
     moving = {line for text in seen for line in text.splitlines() if line.startswith("rank 0: bar")}
     assert len(moving) > 2
     assert max(text.count("bar 0:") for text in seen) == 1
@@ -165,8 +173,14 @@ def test_a_long_cell_shows_life_and_saves_only_its_output(run, tmp_path):
             open(flag, "w").close()
 
     assert run(cell, meanwhile).text == "ranks 0, 1: begun\n"
-    assert any(re.search(r"ranks 0, 1: begun\n\.\.\. running for \d+ s\n    ranks 0, 1: in its cell "
-                         r"\(cell \d+, line 3\)\n", text) for text in seen)
+    assert any(
+        re.search(
+            r"ranks 0, 1: begun\n\.\.\. running for \d+ s\n    ranks 0, 1: in its cell "
+            r"\(cell \d+, line 3\)\n",
+            text,
+        )
+        for text in seen
+    )
 
 
 def test_figures_and_html_are_shown_with_their_rank(run):
@@ -178,16 +192,19 @@ class Table:
     def _repr_html_(self): return "<b>table</b>"
 Table()""")
     assert ran.text == "rank 1:\n"
-    assert [sorted(data) for data in ran.data] == [["text/html", "text/plain"],
-                                                   ["image/png", "text/plain"]]
+    assert [sorted(data) for data in ran.data] == [
+        ["text/html", "text/plain"],
+        ["image/png", "text/plain"],
+    ]
     assert len(run("from IPython.display import HTML\ndisplay(HTML('<i>both</i>'))").data) == 1
 
 
 def test_source_of_cells_is_known_on_the_ranks(run):
     run("def double(x):\n    return 2 * x\n\nclass Empty:\n    size = 3\n")
     ran = run("import inspect\nprint(inspect.getsource(double) + inspect.getsource(Empty))")
-    assert ran.text == ("ranks 0, 1:\ndef double(x):\n    return 2 * x\nclass Empty:\n"
-                        "    size = 3\n")
+    assert ran.text == (
+        "ranks 0, 1:\ndef double(x):\n    return 2 * x\nclass Empty:\n    size = 3\n"
+    )
 
 
 def test_no_javascript(run):
@@ -210,13 +227,20 @@ def test_kernel_and_ranks_keep_their_own_names(kernel, run):
 
 
 def test_pull_and_push(kernel, run):
-    run("t = torch.arange(6.).reshape(2, 3)[rank]\nfn = lambda: 0\nclass Local: pass\nobj = Local()")
-    assert kernel.local("print(pull('rank * 10'), pull('t')[1].tolist(), pull('t', [1])[0].shape[0])"
-                        ) == "[0, 10] [3.0, 4.0, 5.0] 3\n"
+    run(
+        "t = torch.arange(6.).reshape(2, 3)[rank]\nfn = lambda: 0\nclass Local: pass\nobj = Local()"
+    )
+    assert (
+        kernel.local("print(pull('rank * 10'), pull('t')[1].tolist(), pull('t', [1])[0].shape[0])")
+        == "[0, 10] [3.0, 4.0, 5.0] 3\n"
+    )
     kernel.local("import torch\npush(lr=0.5, big=torch.ones(2_000_000))")
     assert run("lr, int(big.sum())").text == "ranks 0, 1: (0.5, 2000000)\n"
-    for expression, expected in [("fn", "function cannot be sent"), ("obj", "not in the kernel"),
-                                 ("no_such_name", "NameError")]:
+    for expression, expected in [
+        ("fn", "function cannot be sent"),
+        ("obj", "not in the kernel"),
+        ("no_such_name", "NameError"),
+    ]:
         assert expected in run(f"%%local\npull({expression!r})").error
     assert "cannot be sent" in run("%%local\npush(f=lambda: 0)").error
     assert "no rank 7" in run("%%local\npull('rank', [7])").error
@@ -297,10 +321,14 @@ def work():
 work()"""
     error = run(cell).error
     assert error.startswith("ClusterError: Time limit of 0.5 s reached after ")
-    for rank, doing, line, source in [(0, "in work", 4, "while rank == 0: time.sleep(0.01)"),
-                                      (1, "waiting in barrier", 5, "dist.barrier()")]:
-        stack = (rf"\nrank {rank}: {doing} \((cell \d+), line {line}\)\n    \1, line 6: work\(\)\n"
-                 rf"    \1, line {line}: {re.escape(source)}\n")
+    for rank, doing, line, source in [
+        (0, "in work", 4, "while rank == 0: time.sleep(0.01)"),
+        (1, "waiting in barrier", 5, "dist.barrier()"),
+    ]:
+        stack = (
+            rf"\nrank {rank}: {doing} \((cell \d+), line {line}\)\n    \1, line 6: work\(\)\n"
+            rf"    \1, line {line}: {re.escape(source)}\n"
+        )
         assert re.search(stack, error), error
     assert re.search(r"\nrank 0: KeyboardInterrupt \(cell \d+, line 6: work\(\)\)\n", error)
     assert "rank 1 did not stop and had to be ended" in error
@@ -332,8 +360,9 @@ def test_the_same_error_of_all_ranks_is_told_once(run):
 
 def test_different_errors_are_all_named(run):
     error = run("if rank == 0:\n    raise ValueError('zero')\nraise KeyError('one')").error
-    assert re.search(r"rank 0: ValueError: zero \(cell \d+, line 2: raise ValueError\('zero'\)\)",
-                     error)
+    assert re.search(
+        r"rank 0: ValueError: zero \(cell \d+, line 2: raise ValueError\('zero'\)\)", error
+    )
     assert re.search(r"rank 1: KeyError: 'one' \(cell \d+, line 3: ", error)
     assert error.count("Traceback") == 1
 
@@ -341,8 +370,13 @@ def test_different_errors_are_all_named(run):
 def test_line_numbers_are_those_of_the_cell(run):
     assert "line 3: 1/0" in run("%%rank [0]\n\n1/0").error
     assert "'(' was never closed (cell" in run("y = 1\nx = (").error
-    assert "__str__ fails" in run("class Bad(Exception):\n    def __str__(self): 1 / 0\nraise Bad").error
-    assert run("import sys; sys.exit(3)").error.startswith("ClusterError: ranks 0, 1: SystemExit: 3")
+    assert (
+        "__str__ fails"
+        in run("class Bad(Exception):\n    def __str__(self): 1 / 0\nraise Bad").error
+    )
+    assert run("import sys; sys.exit(3)").error.startswith(
+        "ClusterError: ranks 0, 1: SystemExit: 3"
+    )
 
 
 def test_a_rank_left_in_a_collective_is_ended_after_the_grace_period(kernel, run):
@@ -350,8 +384,11 @@ def test_a_rank_left_in_a_collective_is_ended_after_the_grace_period(kernel, run
     pids = kernel.workers()
     error = run("if rank == 0:\n    raise ValueError('lonely')\ndist.barrier()").error
     assert "rank 0: ValueError: lonely" in error and "%dist_init starts afresh" in error
-    assert re.search(r"rank 1 did not stop and had to be ended: waiting in barrier "
-                     r"\(cell \d+, line 3\)", error)
+    assert re.search(
+        r"rank 1 did not stop and had to be ended: waiting in barrier "
+        r"\(cell \d+, line 3\)",
+        error,
+    )
     assert gone(pids)
     assert "No ranks are running: %dist_init" in run("rank").error
     assert run("%dist_init -n 2").text.startswith("2 ranks ready: gloo")
@@ -366,8 +403,9 @@ def test_the_cell_does_not_wait_out_a_long_grace_period(kernel, run):
     assert "%dist_init starts afresh" in error and not gone(pids, within=0)
     rank_0, rank_1 = run("%dist_status").text.splitlines()  # says what there is, and ends nothing
     assert rank_0.startswith("rank 0: idle, pid")
-    assert re.match(r"rank 1: running cell \d+ for \d+ s, waiting in barrier \(cell \d+, line 3\), pid",
-                    rank_1)
+    assert re.match(
+        r"rank 1: running cell \d+ for \d+ s, waiting in barrier \(cell \d+, line 3\), pid", rank_1
+    )
     assert "rank 1 did not come back in 2 s and had to be ended" in run("rank").error
     assert gone(pids)
 
@@ -375,7 +413,9 @@ def test_the_cell_does_not_wait_out_a_long_grace_period(kernel, run):
 def test_a_late_rank_that_comes_back_saves_the_cluster(kernel, run):
     patience(kernel, grace=0.5)
     run("kept = rank")
-    error = run("import time\nif rank == 0:\n    raise ValueError\nwhile True: time.sleep(0.01)").error
+    error = run(
+        "import time\nif rank == 0:\n    raise ValueError\nwhile True: time.sleep(0.01)"
+    ).error
     assert "rank 0: ValueError" in error and "rank 1: KeyboardInterrupt" in error
     assert run("kept").text == "rank 0: 0\nrank 1: 1\n"
 
@@ -392,8 +432,9 @@ def test_a_rank_that_dies_in_a_cell(kernel, run):
 
 
 def test_a_rank_that_crashes_leaves_its_stack(run):
-    error = run("import faulthandler\ndef crash():\n    faulthandler._sigsegv()\n"
-                "if rank == 0: crash()").error
+    error = run(
+        "import faulthandler\ndef crash():\n    faulthandler._sigsegv()\nif rank == 0: crash()"
+    ).error
     assert "rank 0 died: signal SIGSEGV" in error and "in crash" in error
 
 
@@ -409,10 +450,12 @@ def test_a_rank_that_dies_between_cells(kernel, run):
 
 def when(word, action):
     """Call action once, as soon as the output shows the word."""
+
     def meanwhile(text, done=[]):  # noqa: B006  (one list per call of when)
         if word in text and not done:
             done.append(True)
             action()
+
     return meanwhile
 
 
@@ -420,8 +463,11 @@ def test_an_interrupt_stops_python_code_and_the_ranks_survive(kernel, run):
     run("kept = rank")
     cell = "import time\nprint('begun')\nwhile True: time.sleep(0.01)"
     ran = run(cell, when("begun", kernel.manager.interrupt_kernel))
-    assert re.match(r"ClusterError: Interrupted after \d+ s, when the ranks were:\nranks 0, 1: in its "
-                    r"cell \(cell \d+, line 3\)\n    cell \d+, line 3: while True: time", ran.error)
+    assert re.match(
+        r"ClusterError: Interrupted after \d+ s, when the ranks were:\nranks 0, 1: in its "
+        r"cell \(cell \d+, line 3\)\n    cell \d+, line 3: while True: time",
+        ran.error,
+    )
     assert "ranks 0, 1: KeyboardInterrupt (cell" in ran.error
     assert run("kept").text == "rank 0: 0\nrank 1: 1\n"
 
@@ -473,23 +519,27 @@ def test_start_and_end(kernel, run):
 
     started = run("%dist_init --num-processes 3").text
     threads = max(1, len(os.sched_getaffinity(0)) // 3) if hasattr(os, "sched_getaffinity") else 1
-    assert started.startswith("3 ranks ready: gloo on the CPU, because torch sees no GPU; "
-                              f"{threads} thread")
+    assert started.startswith(
+        f"3 ranks ready: gloo on the CPU, because torch sees no GPU; {threads} thread"
+    )
     assert run("world_size, torch.get_num_threads()").text == f"ranks 0–2: (3, {threads})\n"
     assert run("%dist_reset").text == "3 ranks ended.\n"
 
 
-@pytest.mark.parametrize("arguments, expected", [
-    ("-n 0", "at least one rank"),
-    ("-n -2", "at least one rank"),
-    ("-n 2 -g 0", "2 ranks need 2 different GPUs"),
-    ("-n 2 -g 0,0", "2 ranks need 2 different GPUs"),
-    ("-n 1 -g zero", "write GPU ids as"),
-    ("-n 2 -g 0,7", "there is no GPU 0, 7; torch sees 0"),
-    ("-a no.such.host.invalid", "does not resolve"),
-    ("-n 2 --timeout soon", "write seconds"),
-    ("-n 2 --timeout -1", "write seconds"),
-])
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ("-n 0", "at least one rank"),
+        ("-n -2", "at least one rank"),
+        ("-n 2 -g 0", "2 ranks need 2 different GPUs"),
+        ("-n 2 -g 0,0", "2 ranks need 2 different GPUs"),
+        ("-n 1 -g zero", "write GPU ids as"),
+        ("-n 2 -g 0,7", "there is no GPU 0, 7; torch sees 0"),
+        ("-a no.such.host.invalid", "does not resolve"),
+        ("-n 2 --timeout soon", "write seconds"),
+        ("-n 2 --timeout -1", "write seconds"),
+    ],
+)
 def test_bad_arguments_of_dist_init(kernel, arguments, expected):
     kernel.run("%dist_shutdown")
     error = kernel.run(f"%dist_init {arguments}").error
@@ -499,28 +549,35 @@ def test_bad_arguments_of_dist_init(kernel, arguments, expected):
 
 def test_a_rank_that_cannot_start_shows_its_log(kernel):
     kernel.run("%dist_shutdown")
-    kernel.local("import os, tempfile\nbroken = tempfile.mkdtemp()\n"
-                 "open(broken + '/torch.py', 'w').write('import no_such_package')\n"
-                 "os.environ['PYTHONPATH'] = broken")
+    kernel.local(
+        "import os, tempfile\nbroken = tempfile.mkdtemp()\n"
+        "open(broken + '/torch.py', 'w').write('import no_such_package')\n"
+        "os.environ['PYTHONPATH'] = broken"
+    )
     # Our own package comes first on the path, so that the ranks run the kernel's version of it.
     error = kernel.run("%dist_init -n 2").error
     kernel.local("open(broken + '/torch.py', 'w').write('1 / 0')")
     other = kernel.run("%dist_init -n 2").error
     kernel.local("del os.environ['PYTHONPATH']\nimport shutil\nshutil.rmtree(broken)")
-    assert re.fullmatch(r"ClusterError: The ranks cannot start: \S+ has no module no_such_package\.",
-                        error)
+    assert re.fullmatch(
+        r"ClusterError: The ranks cannot start: \S+ has no module no_such_package\.", error
+    )
     assert "died: exit code 1" in other and "ZeroDivisionError" in other
     assert kernel.run("%dist_shutdown").text == "No ranks are running.\n"
 
 
 def test_a_rank_that_never_starts(kernel):
     kernel.run("%dist_shutdown")
-    kernel.local("import os, tempfile\nbroken = tempfile.mkdtemp()\n"
-                 "open(broken + '/sitecustomize.py', 'w').write("
-                 "'import os, time\\nif \"PYTHONSAFEPATH\" in os.environ: time.sleep(1000)')\n"
-                 "os.environ['PYTHONPATH'] = broken\nlimit, start.START = start.START, 0.5")
+    kernel.local(
+        "import os, tempfile\nbroken = tempfile.mkdtemp()\n"
+        "open(broken + '/sitecustomize.py', 'w').write("
+        "'import os, time\\nif \"PYTHONSAFEPATH\" in os.environ: time.sleep(1000)')\n"
+        "os.environ['PYTHONPATH'] = broken\nlimit, start.START = start.START, 0.5"
+    )
     error = kernel.run("%dist_init -n 2").error
-    kernel.local("del os.environ['PYTHONPATH']\nimport shutil\nshutil.rmtree(broken)\nstart.START = limit")
+    kernel.local(
+        "del os.environ['PYTHONPATH']\nimport shutil\nshutil.rmtree(broken)\nstart.START = limit"
+    )
     assert error.startswith("ClusterError: Time limit of 0.5 s reached")
     assert "All ranks are ended now: %dist_init starts afresh" in error
     assert kernel.run("%dist_init -n 2").text.startswith("2 ranks ready")
@@ -543,8 +600,10 @@ def test_nothing_listens_once_the_ranks_have_started(kernel, run):
     assert listening(kernel.pid) == before  # Jupyter's own
     cell = "x = torch.ones(1)\ng = dist.new_group()\ndist.all_reduce(x, group=g)\nx.item()"
     assert run(cell).text == "ranks 0, 1: 2.0\n"
-    run("from torch.distributed.device_mesh import init_device_mesh\n"
-        "mesh = init_device_mesh('cpu', (world_size,))")
+    run(
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "mesh = init_device_mesh('cpu', (world_size,))"
+    )
     assert set.union(*map(listening, kernel.workers())) == set()
     assert run(cell.replace("group=g", "group=mesh.get_group()")).text == "ranks 0, 1: 2.0\n"
     assert run("%dist_shutdown").text == "2 ranks ended.\n"
@@ -598,8 +657,11 @@ def test_nothing_is_ended_by_name(monkeypatch):
 
     monkeypatch.setattr("subprocess.run", forbidden)
     monkeypatch.setattr("subprocess.Popen", forbidden)
-    for end in (ClusterMagics.shutdown_all, ClusterMagics.force_shutdown_all,
-                ClusterMagics._nuclear_shutdown):
+    for end in (
+        ClusterMagics.shutdown_all,
+        ClusterMagics.force_shutdown_all,
+        ClusterMagics._nuclear_shutdown,
+    ):
         end()
 
 
@@ -607,8 +669,13 @@ def test_nothing_is_ended_by_name(monkeypatch):
 
 
 def test_a_notebook_with_a_failing_rank_fails():
-    cells = ["%load_ext zero1_helpers", "%dist_init -n 2", "print('fine')",
-             "assert rank == 0, 'not me'", "print('never')"]
+    cells = [
+        "%load_ext zero1_helpers",
+        "%dist_init -n 2",
+        "print('fine')",
+        "assert rank == 0, 'not me'",
+        "print('never')",
+    ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     with pytest.raises(CellExecutionError, match="rank 1: AssertionError: not me"):
         NotebookClient(notebook, kernel_name="python3", timeout=60).execute()
@@ -639,7 +706,9 @@ def test_choice_of_gpus():
 
 def test_a_collective_on_some_ranks_is_noted(run):
     note = "Note: all_reduce waits for every rank"
-    assert run("%%rank [0]\nif world_size > 9: dist.all_reduce(torch.ones(1))").text.startswith(note)
+    assert run("%%rank [0]\nif world_size > 9: dist.all_reduce(torch.ones(1))").text.startswith(
+        note
+    )
     assert run("%%rank [0]\nprint('all_reduce')").text == "rank 0: all_reduce\n"
 
 
@@ -654,8 +723,10 @@ def test_ranks_end_with_the_kernel(kernel, run):
 
 def test_ranks_end_when_the_kernel_is_killed(kernel, run):
     pids, private = kernel.workers(), folder(kernel)
-    kernel.client.execute(f"open(f'{private}/{{rank}}', 'w').close()\n"
-                          f"if rank == 1:\n    {HOLDS_THE_INTERPRETER}\nwhile True: pass")
+    kernel.client.execute(
+        f"open(f'{private}/{{rank}}', 'w').close()\n"
+        f"if rank == 1:\n    {HOLDS_THE_INTERPRETER}\nwhile True: pass"
+    )
     while not all(os.path.exists(f"{private}/{rank}") for rank in (0, 1)):
         time.sleep(0.01)
     os.kill(kernel.pid, signal.SIGKILL)

@@ -106,17 +106,26 @@ def test_damaged_runs_are_named_and_the_others_exported(folder, tmp_path, capsys
     for name in ("ddp", "zero1"):
         make_run(tmp_path / "runs" / "tiny" / name, variant=name)
     (tmp_path / "runs" / "tiny" / "ddp" / "trace.rank1.json.gz").write_bytes(b"no gzip")
-    assert main(["export-trace", str(tmp_path / "runs"), "--html", "--out", str(tmp_path / "out")]) == 1
+    assert (
+        main(["export-trace", str(tmp_path / "runs"), "--html", "--out", str(tmp_path / "out")])
+        == 1
+    )
     said = capsys.readouterr()
-    assert re.fullmatch(r"zero1 export-trace: skipped: .*ddp/trace.rank1.json.gz: damaged.*\n", said.err)
+    assert re.fullmatch(
+        r"zero1 export-trace: skipped: .*ddp/trace.rank1.json.gz: damaged.*\n", said.err
+    )
     assert said.out == f"{tmp_path / 'out' / 'tiny' / 'zero1' / 'trace.html'}\n"
     (tmp_path / "file").write_text("")
     assert main(["export-trace", str(folder), "--html", "--out", str(tmp_path / "file")]) == 2
-    assert re.fullmatch(r"zero1 export-trace: \S+: (Not a directory|File exists)\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"zero1 export-trace: \S+: (Not a directory|File exists)\n", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("width", "theme"), LOOKS)
-def test_the_exported_trace_follows_the_readers_theme_and_width(chromium, run, tmp_path, width, theme):
+def test_the_exported_trace_follows_the_readers_theme_and_width(
+    chromium, run, tmp_path, width, theme
+):
     path = tmp_path / "trace.html"
     path.write_text(pages.trace_html(run))
     chromium.open(path.as_uri(), width, theme=theme)
@@ -127,7 +136,9 @@ def test_the_exported_trace_follows_the_readers_theme_and_width(chromium, run, t
     paper, names = np.median(shown), shown[100:400, :130]
     assert paper > 200 if theme == "light" else paper < 60
     assert (abs(names - np.median(names)) > 120).mean() > 0.005  # tracks' names can be read
-    named, whole = chromium.ask("[document.querySelector('tr-ui-b-heading').offsetWidth, innerWidth]")
+    named, whole = chromium.ask(
+        "[document.querySelector('tr-ui-b-heading').offsetWidth, innerWidth]"
+    )
     assert named < 0.4 * whole
 
 
@@ -164,12 +175,16 @@ def test_chromium_shows_the_timelines(chromium, run, tmp_path, width, theme):
     top = line.loc[line["total"].idxmax()]
     said = chromium.ask("find('peak').textContent")
     assert said.startswith(f"peak {top['total'] / 1e6:.2f} MB") and said.endswith(top["doing"])
-    x, y = chromium.ask("(b => [b.left + b.width / 2, b.top + b.height / 2])"
-                        "(document.querySelector('.nsewdrag').getBoundingClientRect())")  # fmt: skip
+    x, y = chromium.ask(
+        "(b => [b.left + b.width / 2, b.top + b.height / 2])"
+        "(document.querySelector('.nsewdrag').getBoundingClientRect())"
+    )
     chromium.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     chromium.wait("document.querySelector('.hoverlayer')?.textContent.includes('total')")
     hover = chromium.ask("document.querySelector('.hoverlayer').textContent")
-    assert "params" in hover and " MB" in hover and "in step" in hover and re.match(r"[\d.]+ s", hover)
+    assert (
+        "params" in hover and " MB" in hover and "in step" in hover and re.match(r"[\d.]+ s", hover)
+    )
     paper = chromium.ask("getComputedStyle(document.body).backgroundColor")
     assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 27)"}[theme]
     assert chromium.ask("document.documentElement.scrollWidth") <= width
@@ -182,8 +197,10 @@ def test_chromium_shows_perfetto_with_all_ranks(chromium, run):
         try:
             assert viewer.server_address[0] == "127.0.0.1"  # nobody else on the network sees it
             chromium.open(viewer.address)
-            chromium.wait("['rank 0', 'rank 3', 'communication', 'memory (bytes) params']"
-                          ".every(text => document.body.innerText.includes(text))")  # fmt: skip
+            chromium.wait(
+                "['rank 0', 'rank 3', 'communication', 'memory (bytes) params']"
+                ".every(text => document.body.innerText.includes(text))"
+            )
             quiet(chromium)
             chromium.open("about:blank")
         finally:
@@ -222,7 +239,8 @@ def test_a_port_that_is_taken(run, folder, capsys):
         port = viewer.server_address[1]
         assert main(["view", str(folder), "--port", str(port), "--no-browser"]) == 2
         assert capsys.readouterr().err.splitlines() == [
-            f"zero1 view: port {port}: Address already in use; try another --port"]  # fmt: skip
+            f"zero1 view: port {port}: Address already in use; try another --port"
+        ]
 
 
 @pytest.mark.parametrize(

@@ -356,8 +356,12 @@ def record_order(rank, world_size, name):
             lambda grad: torch.rand(int(torch.randint(1, 30000, (), generator=g))).sort() and None
         )
     with pytest.MonkeyPatch.context() as patch:
-        for module, op in ((dist, "all_reduce"), (dist, "broadcast"), (flat_bucket, "reduce_scatter"),
-                           (flat_bucket, "all_gather")):  # fmt: skip
+        for module, op in (
+            (dist, "all_reduce"),
+            (dist, "broadcast"),
+            (flat_bucket, "reduce_scatter"),
+            (flat_bucket, "all_gather"),
+        ):
             real = getattr(module, op)
 
             def note(tensor, *args, op=op, real=real, **kwargs):
@@ -468,8 +472,10 @@ def test_a_scheduler_sets_the_lr_that_is_used(ranks):
 def groups(rank, world_size):
     def split(model):
         matrices = [p for p in model.parameters() if p.ndim > 1]
-        return [{"params": matrices, "weight_decay": 0.3},
-                {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.05}]  # fmt: skip
+        return [
+            {"params": matrices, "weight_decay": 0.3},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.05},
+        ]
 
     for sharded in (ZeROOne, ShardedOptimizer, FlatShardedOptimizer):
         reference, model = make(MLP), make(MLP)
@@ -593,7 +599,9 @@ def subgroup(rank, world_size):
             zero1 = ZeROOne(torch.optim.SGD(model.parameters(), lr=0.1), process_group=group)
             wrapped = SimpleDDP(model, process_group=group)
         elif name == "flat":
-            zero1 = FlatShardedOptimizer(torch.optim.SGD, model, Variant.cap, lr=0.1, process_group=group)
+            zero1 = FlatShardedOptimizer(
+                torch.optim.SGD, model, Variant.cap, lr=0.1, process_group=group
+            )
             wrapped = SimpleDDPReduceScatter(model, zero1)
         else:
             zero1 = ShardedOptimizer(torch.optim.SGD, model, lr=0.1, process_group=group)
@@ -665,7 +673,9 @@ def test_the_posts_counts():
 
 def no_average(patch):
     patch.setattr(
-        ddp.Bucket, "pack", lambda bucket, names, world_size, real=ddp.Bucket.pack: real(bucket, names, 1)
+        ddp.Bucket,
+        "pack",
+        lambda bucket, names, world_size, real=ddp.Bucket.pack: real(bucket, names, 1),
     )
 
 
@@ -699,7 +709,9 @@ def mean_of_slices_missing(patch):
 
 def no_gather(patch):
     patch.setattr(
-        flat_bucket.FlatBucket, "send_parameters", lambda bucket, group: setattr(bucket, "is_ahead", False)
+        flat_bucket.FlatBucket,
+        "send_parameters",
+        lambda bucket, group: setattr(bucket, "is_ahead", False),
     )
 
 

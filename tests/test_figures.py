@@ -66,8 +66,15 @@ def test_every_figure_is_described_and_has_one_width(name, run):
 
 
 def test_a_long_setting_is_not_cut_off(tmp_path):
-    run = load_run(make_run(tmp_path, hardware="x86_64 CPU, 64 cores", link="400 MB/s + 6 ms",
-                            late_share=0.48, preset="smollm2-360m"))  # fmt: skip
+    run = load_run(
+        make_run(
+            tmp_path,
+            hardware="x86_64 CPU, 64 cores",
+            link="400 MB/s + 6 ms",
+            late_share=0.48,
+            preset="smollm2-360m",
+        )
+    )
     for fig in (figures.memory_timeline(run), comparisons.comparison([run, run])):
         assert any("took gloo longer" in text.get_text() for text in fig.texts)
         for text in fig.texts:
@@ -78,8 +85,15 @@ def test_a_long_setting_is_not_cut_off(tmp_path):
 @pytest.mark.parametrize("name", ["memory", "comparison"])
 def test_same_input_same_bytes_whatever_the_users_settings(name, run, folder):
     once = [style.render(ONE[name](run), kind) for kind in ("svg", "png")]
-    with mpl.rc_context({"font.size": 30, "axes.grid": True, "svg.hashsalt": "mine",
-                         "savefig.facecolor": "red", "svg.fonttype": "none"}):  # fmt: skip
+    with mpl.rc_context(
+        {
+            "font.size": 30,
+            "axes.grid": True,
+            "svg.hashsalt": "mine",
+            "savefig.facecolor": "red",
+            "svg.fonttype": "none",
+        }
+    ):
         fresh = load_run(folder / "tiny" / "zero1-overlap")
         again = [style.render(ONE[name](fresh), kind) for kind in ("svg", "png")]
     assert once == again
@@ -130,14 +144,21 @@ def test_downsampling_keeps_the_peak_each_bins_range_and_the_bytes_at_each_edge(
     assert (thin == whole.loc[thin.index]).all(axis=None)  # real rows only
     for name in ("total", *CATEGORIES):
         assert thin[name].max() == whole[name].max(), name
-    assert thin["time_ms"].iloc[thin["total"].argmax()] == whole["time_ms"].iloc[whole["total"].argmax()]
+    assert (
+        thin["time_ms"].iloc[thin["total"].argmax()]
+        == whole["time_ms"].iloc[whole["total"].argmax()]
+    )
     bins = (whole["time_ms"] / whole["time_ms"].iloc[-1] * 10).astype(int)
     for number, part in whole.groupby(bins):
         kept = thin.loc[thin.index.intersection(part.index), "total"]
         assert (kept.min(), kept.max()) == (part["total"].min(), part["total"].max()), number
         assert part.index[-1] in thin.index, number  # what lasts until the next bin
-    at = [frame.iloc[np.searchsorted(frame["time_ms"], edges, side="right") - 1].drop(columns="time_ms")
-          for frame in (whole, thin)]  # fmt: skip
+    at = [
+        frame.iloc[np.searchsorted(frame["time_ms"], edges, side="right") - 1].drop(
+            columns="time_ms"
+        )
+        for frame in (whole, thin)
+    ]
     assert (at[0].to_numpy() == at[1].to_numpy()).all()
     assert memory.downsample(whole, edges, bins=10_000) is whole
 
@@ -164,12 +185,16 @@ def test_the_peak_is_marked_where_it_is(run):
 
 
 def test_names_of_many_variants_do_not_touch(run):
-    many = [replace(run, record=run.record | {"variant": name})
-            for name in (*VARIANTS, "one-collective", "flat-overlapped")]  # fmt: skip
+    many = [
+        replace(run, record=run.record | {"variant": name})
+        for name in (*VARIANTS, "one-collective", "flat-overlapped")
+    ]
     fig = comparisons.bytes_per_rank(many)
     FigureCanvasAgg(fig).draw()
     boxes = [label.get_window_extent() for label in fig.axes[0].get_xticklabels()]
-    assert all(a.x1 < b.x0 for a, b in pairwise(boxes)) and min(box.y0 for box in boxes) > 25  # the setting
+    assert (
+        all(a.x1 < b.x0 for a, b in pairwise(boxes)) and min(box.y0 for box in boxes) > 25
+    )  # the setting
 
 
 def test_one_unit_in_a_figure(run):
@@ -193,7 +218,10 @@ def test_schedule_draws_the_measured_intervals(run):
     widths = sorted(np.ptp(path.vertices[:, 0]) for path in bars)
     assert widths == pytest.approx(sorted(frame["end_ms"] - frame["start_ms"]))
     assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == [
-        "bucket 0", "bucket 1", "bucket 2"]  # fmt: skip
+        "bucket 0",
+        "bucket 1",
+        "bucket 2",
+    ]
     few = figures.schedule_diagram(run, most=2)
     assert "2 of 3 rows are drawn" in few.caption
 
@@ -237,9 +265,17 @@ def drawn(root, out, *more, **options):
 def test_two_processes_write_the_same_bytes_as_one(folder, tmp_path):
     kinds = "temporal,comparison,timelines"
     one, said, damaged = drawn(folder, tmp_path / "1", formats=("svg", "png", "html"), only=kinds)
-    two, said_again, _ = drawn(folder, tmp_path / "2", formats=("svg", "png", "html"), only=kinds, jobs=2)
-    assert one == two and said == said_again == ["[1/2] tiny/ddp", "[2/2] tiny/zero1-overlap"] and not damaged
-    assert len(one) == 3 * 2 * 2 + 1 + 1  # three figures, two themes, two formats; timelines; the manifest
+    two, said_again, _ = drawn(
+        folder, tmp_path / "2", formats=("svg", "png", "html"), only=kinds, jobs=2
+    )
+    assert (
+        one == two
+        and said == said_again == ["[1/2] tiny/ddp", "[2/2] tiny/zero1-overlap"]
+        and not damaged
+    )
+    assert (
+        len(one) == 3 * 2 * 2 + 1 + 1
+    )  # three figures, two themes, two formats; timelines; the manifest
 
 
 def test_only_format_and_theme_choose(folder, tmp_path):
@@ -248,20 +284,40 @@ def test_only_format_and_theme_choose(folder, tmp_path):
     files, _, _ = drawn(folder, tmp_path, "light", ("svg",), "tiny/zero1-overlap")
     assert len(files) == 2 + len(gallery.PER_RUN)
     listed = [entry["file"] for entry in json.loads(files["figures.json"])]
-    assert listed == sorted(set(files) - {"figures.json"})  # the earlier figure too: it is still there
+    assert listed == sorted(
+        set(files) - {"figures.json"}
+    )  # the earlier figure too: it is still there
 
 
 def test_two_sets_of_runs_in_one_figure(folder, tmp_path):
     other = tmp_path / "gpus"
-    make_run(other / "big" / "ddp", 2, cuda_trace, variant="ddp", title="DDP", preset="big", backend="nccl",
-             device="cuda", hardware="2 x GPU", link="NVLink", date="2026-06-05",
-             step_seconds=[0.01, 0.01, 0.01],
-             model={"name": "big", "parameters": 9, "tensors": 1, "dtype": "bfloat16", "source": "-"})
-    files, said, damaged = drawn(folder, tmp_path / "out", "light", ("svg",), "against*", against=other)
+    make_run(
+        other / "big" / "ddp",
+        2,
+        cuda_trace,
+        variant="ddp",
+        title="DDP",
+        preset="big",
+        backend="nccl",
+        device="cuda",
+        hardware="2 x GPU",
+        link="NVLink",
+        date="2026-06-05",
+        step_seconds=[0.01, 0.01, 0.01],
+        model={"name": "big", "parameters": 9, "tensors": 1, "dtype": "bfloat16", "source": "-"},
+    )
+    files, said, damaged = drawn(
+        folder, tmp_path / "out", "light", ("svg",), "against*", against=other
+    )
     assert said[-1] == "[3/3] big/ddp" and not damaged
     assert set(files) == {"tiny/against_big.light.svg", "figures.json"}
     (entry,) = json.loads(files["figures.json"])
-    for fact in ("CPU, 2 cores / 2 x GPU", "gloo / nccl", "2025-01-31 / 2026-06-05", "The models differ"):
+    for fact in (
+        "CPU, 2 cores / 2 x GPU",
+        "gloo / nccl",
+        "2025-01-31 / 2026-06-05",
+        "The models differ",
+    ):
         assert fact in entry["caption"]
     assert "ddp, step: 0.10 s, then 0.01 s" in entry["alt"]
     assert "zero1-overlap" not in entry["alt"]  # in one set only
@@ -273,8 +329,9 @@ def test_two_sets_of_runs_in_one_figure(folder, tmp_path):
 
 def test_two_sets_without_a_common_variant_are_said_and_the_rest_is_drawn(folder, tmp_path):
     make_run(tmp_path / "gpus" / "big" / "zero1", variant="zero1")
-    files, said, damaged = drawn(folder, tmp_path / "out", "light", ("svg",), "temporal,against*",
-                                 against=tmp_path / "gpus")  # fmt: skip
+    files, said, damaged = drawn(
+        folder, tmp_path / "out", "light", ("svg",), "temporal,against*", against=tmp_path / "gpus"
+    )
     assert said[-1] == f"skipped: {folder.name} and gpus have no variant in common" and damaged == 1
     listed = [entry["file"] for entry in json.loads(files["figures.json"])]
     assert listed == ["tiny/ddp/temporal.light.svg", "tiny/zero1-overlap/temporal.light.svg"]
@@ -289,11 +346,14 @@ def test_a_run_that_cannot_be_analysed_leaves_no_file(folder, tmp_path, monkeypa
     assert damaged == 2 and set(files) == {"figures.json"}
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"theme": "pink"}, "theme must be one of light, dark, both, not 'pink'"),
-    ({"formats": ("jpg",)}, "format must be one of svg, png, html, not jpg"),
-    ({"only": "memroy"}, "no figure is called 'memroy'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"theme": "pink"}, "theme must be one of light, dark, both, not 'pink'"),
+        ({"formats": ("jpg",)}, "format must be one of svg, png, html, not jpg"),
+        ({"only": "memroy"}, "no figure is called 'memroy'"),
+    ],
+)
 def test_a_wrong_choice_gets_one_line_and_leaves_nothing(folder, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         gallery.draw_all(folder, tmp_path / "out", **options)
@@ -314,8 +374,24 @@ def test_an_output_folder_that_cannot_be_written(folder, tmp_path):
 
 
 def test_figures_from_the_command_line(folder, tmp_path, capfd):
-    assert main(["figures", "--runs", str(folder), "--out", str(tmp_path), "--only", "tiny/ddp/memory",
-                 "--format", "svg", "--theme", "dark"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "figures",
+                "--runs",
+                str(folder),
+                "--out",
+                str(tmp_path),
+                "--only",
+                "tiny/ddp/memory",
+                "--format",
+                "svg",
+                "--theme",
+                "dark",
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "tiny/ddp/memory.dark.svg").is_file()
     assert main(["figures", "--runs", str(folder), "--out", str(tmp_path), "--theme", "pink"]) == 2
     lines = capfd.readouterr().err.splitlines()
@@ -335,14 +411,22 @@ def test_what_touches_is_told_apart_without_full_colour_vision(eye):
         rgb = np.array(to_rgb(colour))
         linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
         linear = np.clip(DICHROMATS[eye] @ linear, 0, 1)
-        xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]] @ linear
+        xyz = [
+            [0.4124, 0.3576, 0.1805],
+            [0.2126, 0.7152, 0.0722],
+            [0.0193, 0.1192, 0.9505],
+        ] @ linear
         ratio = xyz / (0.9505, 1, 1.089)
         f = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)
         return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
-    groups = [["params", "grads", "opt_state", "buckets"], ["compute", "exposed", "idle"],
-              ["hidden", "exposed"], ["backward", "all-reduce", "step", "broadcast"],
-              *([a, b] for a, b in pairwise(style.STACK[:6]))]  # fmt: skip
+    groups = [
+        ["params", "grads", "opt_state", "buckets"],
+        ["compute", "exposed", "idle"],
+        ["hidden", "exposed"],
+        ["backward", "all-reduce", "step", "broadcast"],
+        *([a, b] for a, b in pairwise(style.STACK[:6])),
+    ]
     for group in groups:
         for a, b in combinations(group, 2):
             distance = np.linalg.norm(seen(style.COLOURS[a]) - seen(style.COLOURS[b]))
@@ -361,7 +445,9 @@ def test_draw_all(folder, tmp_path):
     assert damaged == 2
     complaints = [line for line in said if line.startswith("skipped")]
     assert re.search(r"zero1/trace.rank1.json.gz: damaged, cannot be read \(.*\)$", complaints[0])
-    assert "zero1-async/run.json: missing; not a recorded run, or an unfinished one" in complaints[1]
+    assert (
+        "zero1-async/run.json: missing; not a recorded run, or an unfinished one" in complaints[1]
+    )
     manifest = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     written = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
     assert {entry["file"] for entry in manifest} == written - {"figures.json"}
@@ -371,8 +457,11 @@ def test_draw_all(folder, tmp_path):
         assert entry["alt"] and entry["title"] and entry["hardware"] in entry["caption"]
         assert (entry["backend"], entry["link"], entry["date"]) == ("gloo", "none", "2025-01-31")
         assert re.fullmatch(r"tiny/([\w-]+/)?\w+\.light\.(svg|png)", entry["file"])
-    order = [e["alt"].index("ddp") < e["alt"].index("zero1-overlap") for e in manifest
-             if "comparison" in e["file"]]  # fmt: skip
+    order = [
+        e["alt"].index("ddp") < e["alt"].index("zero1-overlap")
+        for e in manifest
+        if "comparison" in e["file"]
+    ]
     assert order == [True, True]
     with pytest.raises(RunError, match="no recorded run"):
         gallery.draw_all(tmp_path / "nowhere", tmp_path)

@@ -75,8 +75,12 @@ def sent(rank, world_size, model_cls):
     wrapped, optimizer = pair(model)
     train(wrapped, optimizer, rank, world_size, [0])
     with pytest.MonkeyPatch.context() as patch:
-        for module, op, whole in ((flat_bucket, "reduce_scatter", 1), (flat_bucket, "all_gather", 0),
-                                  (dist, "all_reduce", 0), (dist, "broadcast", 0)):  # fmt: skip
+        for module, op, whole in (
+            (flat_bucket, "reduce_scatter", 1),
+            (flat_bucket, "all_gather", 0),
+            (dist, "all_reduce", 0),
+            (dist, "broadcast", 0),
+        ):
             real = getattr(module, op)
 
             def note(*tensors, op=op, whole=whole, real=real, **kwargs):
@@ -91,7 +95,9 @@ def sent(rank, world_size, model_cls):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_two_psi_are_sent_and_not_three(ranks, world_size):
     for issued, psi, buckets in ranks(sent, world_size, EvenMLP):
-        assert {op for op, _ in issued} == {"reduce_scatter", "all_gather"} and len(issued) == 2 * buckets > 4
+        assert {op for op, _ in issued} == {"reduce_scatter", "all_gather"} and len(
+            issued
+        ) == 2 * buckets > 4
         assert sum(bytes_sent(op, size, world_size) for op, size in issued) == (
             2 * psi * (world_size - 1) / world_size
         )
@@ -103,7 +109,9 @@ def over_gloo(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         for op in ("all_reduce", "all_to_all_single", "reduce_scatter_single"):
             real = getattr(dist, op)
-            patch.setattr(dist, op, lambda *a, op=op, real=real, **k: asked.append(op) or real(*a, **k))
+            patch.setattr(
+                dist, op, lambda *a, op=op, real=real, **k: asked.append(op) or real(*a, **k)
+            )
         whole = [torch.linspace(0.1, 2, 5 * world_size).roll(r) for r in range(world_size)]
         mine, zero = torch.empty(5), torch.empty(1)
         work = reduce_scatter(mine, whole[rank], async_op=True)
@@ -150,16 +158,23 @@ def held(rank, world_size):
             storages = {s.data_ptr(): s.nbytes() for s in homes}
             assert sum(storages.values()) == predicted.params
             found.append(predicted.opt_state)
-    return found, [predict(make(m), c, **k)[0].opt_state for m in (MLP, Scalar, Unused)
-                   for c, k in [*OPTIMIZERS.values(), (torch.optim.RMSprop, {"centered": True})]]  # fmt: skip
+    return found, [
+        predict(make(m), c, **k)[0].opt_state
+        for m in (MLP, Scalar, Unused)
+        for c, k in [*OPTIMIZERS.values(), (torch.optim.RMSprop, {"centered": True})]
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_state_is_an_equal_part_as_predicted(ranks, world_size):
     results = ranks(held, world_size)
-    for of_each, whole in zip(zip(*(found for found, _ in results), strict=True), results[0][1], strict=True):
+    for of_each, whole in zip(
+        zip(*(found for found, _ in results), strict=True), results[0][1], strict=True
+    ):
         assert sum(of_each) == whole
-        assert max(of_each) - min(of_each) <= 8 * 2 * world_size * 20  # padding, of at most 20 buckets
+        assert (
+            max(of_each) - min(of_each) <= 8 * 2 * world_size * 20
+        )  # padding, of at most 20 buckets
 
 
 class Backwards(nn.Module):
@@ -167,7 +182,9 @@ class Backwards(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.pairs = nn.ModuleList([nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]) for _ in range(3)])
+        self.pairs = nn.ModuleList(
+            [nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]) for _ in range(3)]
+        )
 
     def forward(self, x):
         for last, first in self.pairs:
@@ -195,7 +212,9 @@ def in_flight(rank, world_size, model_cls):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phases, "listeners", [alive := Alive()])
         train(wrapped, optimizer, rank, world_size)
-    return max(alive), predict(model, torch.optim.AdamW, world_size, optimizer.partition)[rank].buckets
+    return max(alive), predict(model, torch.optim.AdamW, world_size, optimizer.partition)[
+        rank
+    ].buckets
 
 
 def test_buckets_in_flight_are_as_predicted(ranks):
@@ -236,8 +255,13 @@ def sums_from_zero(rank, world_size):
     assert min(sizes) < max(sizes)
     for loses in (lambda n: True, lambda n: n == max(sizes), lambda n: rank == 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flat_bucket, "reduce_scatter", lambda out, whole, loses=loses, **k: real(
-                out, whole, **k) or (loses(whole.numel()) and out.add_(0.0)))  # fmt: skip
+            patch.setattr(
+                flat_bucket,
+                "reduce_scatter",
+                lambda out, whole, loses=loses, **k: (
+                    real(out, whole, **k) or (loses(whole.numel()) and out.add_(0.0))
+                ),
+            )
             with pytest.raises(RuntimeError, match="-0.0"):
                 SimpleDDPReduceScatter(model, optimizer)
     SimpleDDPReduceScatter(model, optimizer)
@@ -261,7 +285,9 @@ class ReadsElsewhere(nn.Module):
 
     def forward(self, x):
         scores = F.linear(torch.tanh(self.first(x)), self.table.weight)  # not by self.table()
-        h = torch.tanh(scores @ self.table.weight) + self.table(torch.ones(len(x), dtype=torch.long))
+        h = torch.tanh(scores @ self.table.weight) + self.table(
+            torch.ones(len(x), dtype=torch.long)
+        )
         return self.last(h) + 1e-3 * sum(p.square().sum() for p in self.parameters())
 
 
@@ -328,7 +354,9 @@ READERS = {
     "data": lambda model, x: model.layers[0].weight.data.clone(),
     "norm": lambda model, x: torch.stack([p.norm() for p in model.parameters()]),
     "foreach": lambda model, x: torch.stack(torch._foreach_norm(list(model.parameters()))),
-    "functional": lambda model, x: torch.func.functional_call(model, dict(model.named_parameters()), x),
+    "functional": lambda model, x: torch.func.functional_call(
+        model, dict(model.named_parameters()), x
+    ),
     "vector": lambda model, x: nn.utils.parameters_to_vector(model.parameters()),
 }
 
@@ -345,9 +373,13 @@ def read(rank, world_size):
             optimizer.state.clear()
             with torch.enable_grad():
                 train(wrapped, optimizer, rank, world_size)
-            shapes = [(p.shape, p.dtype, p.grad, p.requires_grad, isinstance(p, nn.Parameter))
-                      for p in lazy.parameters()]  # fmt: skip
-            assert all(type(p) is flat_bucket.Arriving for p in lazy.parameters())  # shapes do not wait
+            shapes = [
+                (p.shape, p.dtype, p.grad, p.requires_grad, isinstance(p, nn.Parameter))
+                for p in lazy.parameters()
+            ]
+            assert all(
+                type(p) is flat_bucket.Arriving for p in lazy.parameters()
+            )  # shapes do not wait
             assert len(shapes) == 8
             assert torch.equal(reader(lazy, x), reader(eager, x)), name
             optimizer.receive()
@@ -480,7 +512,9 @@ def compiled(rank, world_size):
     for lazy in (False, True):
         reference, model = make(MLP), make(MLP)
         optimizer = FlatShardedOptimizer(torch.optim.AdamW, model, CAP, lr=0.05)
-        wrapped = SimpleDDPReduceScatter(torch.compile(model, backend="eager"), optimizer, lazy_gather=lazy)
+        wrapped = SimpleDDPReduceScatter(
+            torch.compile(model, backend="eager"), optimizer, lazy_gather=lazy
+        )
         train(wrapped, optimizer, rank, world_size)
         train_alone(reference, torch.optim.AdamW(reference.parameters(), lr=0.05), world_size)
         assert max_difference(model, reference) <= 1e-9

@@ -28,7 +28,7 @@ from .processes import as_nobody, two_users
 from .test_runs import edit, make_run
 
 TAG = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
-HOSTILE = f'</title></script>"\'><b>{TAG}'[:190]
+HOSTILE = f"</title></script>\"'><b>{TAG}"[:190]
 ODD = "50% #1? $HOME$ `id` & <b>"
 
 
@@ -45,9 +45,13 @@ def hostile(tmp_path_factory):
     """Two runs in folders with odd names, whose every text is an attack; and one that is damaged."""
     root = tmp_path_factory.mktemp("hostile")
     for name in (ODD, "../up".replace("/", "\u2215"), "zero1"):
-        folder = make_run(root / "a $x$ #%" / name, 2, variant="../../" + HOSTILE[:150], title=HOSTILE)
+        folder = make_run(
+            root / "a $x$ #%" / name, 2, variant="../../" + HOSTILE[:150], title=HOSTILE
+        )
         texts = dict.fromkeys(("preset", "backend", "hardware", "link"), HOSTILE)
-        edit("run.json", lambda r, texts=texts: r.update(texts, model=r["model"] | {"name": HOSTILE}))(folder)
+        edit(
+            "run.json", lambda r, texts=texts: r.update(texts, model=r["model"] | {"name": HOSTILE})
+        )(folder)
         names = {"zero1.launch 0": "zero1." + HOSTILE}
         for rank in range(2):
             edit(f"trace.rank{rank}.json.gz", renamed(names))(folder)
@@ -63,20 +67,29 @@ def executables(page: str) -> list[str]:
 
 def test_every_text_of_a_run_is_escaped_in_every_page(hostile, tmp_path):
     assert main(["export-trace", str(hostile), "--html", "--out", str(tmp_path / "pages")]) == 1
-    assert make_post.main(["--runs", str(hostile), "--out", str(tmp_path / "post"), "--only", "03*"])
+    assert make_post.main(
+        ["--runs", str(hostile), "--out", str(tmp_path / "post"), "--only", "03*"]
+    )
     written = list(tmp_path.rglob("*.html"))
     assert len(written) == 3 + (2 + 1)
     for path in written:
         page = path.read_text(encoding="utf-8")
         assert not executables(page), path
-        assert "http-equiv=\"Content-Security-Policy\" content=\"default-src &#39;none&#39;" in page, path
+        assert 'http-equiv="Content-Security-Policy" content="default-src &#39;none&#39;' in page, (
+            path
+        )
     assert {path.name for path in tmp_path.iterdir()} == {"pages", "post"}  # nothing beside them
 
 
-def test_a_script_in_a_page_does_not_run_even_if_a_tag_gets_through(chromium, hostile, tmp_path, monkeypatch):
+def test_a_script_in_a_page_does_not_run_even_if_a_tag_gets_through(
+    chromium, hostile, tmp_path, monkeypatch
+):
     run = load_run(hostile / "a $x$ #%" / "zero1")
     colours = {name: COLOURS[name] for name in STACK}
-    for name, page in (("trace", pages.trace_html(run)), ("lines", pages.timelines_html([run], colours))):
+    for name, page in (
+        ("trace", pages.trace_html(run)),
+        ("lines", pages.timelines_html([run], colours)),
+    ):
         path = tmp_path / f"{name}.html"
         path.write_text(page.replace("</body>", TAG + "</body>"), encoding="utf-8")
         chromium.open(path.as_uri())
@@ -97,17 +110,27 @@ def test_texts_on_the_terminal_stay_on_their_line(hostile, capsys):
 def test_two_runs_of_one_variant_have_a_page_each(tmp_path):
     for name in ("a/tiny/ddp", "b/tiny/ddp", "b/tiny/again"):
         make_run(tmp_path / "runs" / name, 1, variant="ddp")
-    assert main(["export-trace", str(tmp_path / "runs"), "--html", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(["export-trace", str(tmp_path / "runs"), "--html", "--out", str(tmp_path / "out")])
+        == 0
+    )
     assert len(list((tmp_path / "out").rglob("trace.html"))) == 3
     out, kinds = tmp_path / "figures", ("png", "html")
-    assert not gallery.draw_all(tmp_path / "runs", out, "light", kinds, "memory,timelines", progress=str)
-    assert len(list(out.rglob("memory.light.png"))) == 3 and len(list(out.rglob("timelines.html"))) == 2
+    assert not gallery.draw_all(
+        tmp_path / "runs", out, "light", kinds, "memory,timelines", progress=str
+    )
+    assert (
+        len(list(out.rglob("memory.light.png"))) == 3
+        and len(list(out.rglob("timelines.html"))) == 2
+    )
 
 
 def test_an_odd_folder_has_its_page_and_its_hash(chromium, hostile, tmp_path):
     runs = [load_run(hostile / "a $x$ #%" / name) for name in (ODD, "zero1")]
     path = tmp_path / "timelines.html"
-    path.write_text(pages.timelines_html(runs, {name: COLOURS[name] for name in STACK}), encoding="utf-8")
+    path.write_text(
+        pages.timelines_html(runs, {name: COLOURS[name] for name in STACK}), encoding="utf-8"
+    )
     for name in (ODD, "zero1"):
         chromium.open("about:blank")
         chromium.open(f"{path.as_uri()}#{make_post.address(name)}")
@@ -125,7 +148,9 @@ def test_somebody_elses_figures_json_is_not_replaced(tmp_path, capsys):
         (tmp_path / "out" / "figures.json").write_text(text, encoding="utf-8")
         if text == "{}":
             continue  # an empty one
-        assert main(["figures", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 2
+        assert (
+            main(["figures", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 2
+        )
         assert capsys.readouterr().err.count("\n") == 1
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["figures.json"]
 
@@ -187,7 +212,9 @@ def viewer(tmp_path):
 
 
 def ask(viewer, path, **headers):
-    request = urllib.request.Request(f"http://127.0.0.1:{viewer.server_port}{path}", headers=headers)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{viewer.server_port}{path}", headers=headers
+    )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=10) as answer:
@@ -203,11 +230,23 @@ def test_the_viewer_needs_its_token_and_its_own_name(viewer):
     assert "Access-Control-Allow-Origin" not in headers
     assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
     assert "default-src 'none'" in headers["Content-Security-Policy"]
-    for path in ("/", "/localtrace", "/index.html", "/" + "A" * 32 + "/localtrace",
-                 viewer.prefix + "../localtrace", viewer.prefix + "..%2f..%2fviewer.py",
-                 viewer.prefix + "%2fetc%2fpasswd", viewer.prefix + "/etc/passwd"):  # fmt: skip
+    for path in (
+        "/",
+        "/localtrace",
+        "/index.html",
+        "/" + "A" * 32 + "/localtrace",
+        viewer.prefix + "../localtrace",
+        viewer.prefix + "..%2f..%2fviewer.py",
+        viewer.prefix + "%2fetc%2fpasswd",
+        viewer.prefix + "/etc/passwd",
+    ):
         assert ask(viewer, path)[0] == 404, path
-    for host in ("evil.example", f"evil.example:{viewer.server_port}", "127.0.0.1", ""):  # DNS rebinding
+    for host in (
+        "evil.example",
+        f"evil.example:{viewer.server_port}",
+        "127.0.0.1",
+        "",
+    ):  # DNS rebinding
         assert ask(viewer, trace, Host=host)[0] == 403, host
 
 
@@ -215,7 +254,9 @@ def test_a_slow_reader_blocks_nobody_and_no_folder_is_changed(viewer):
     here, slow = os.getcwd(), []
     for _ in range(8):
         slow.append(socket.create_connection(("127.0.0.1", viewer.server_port)))
-        slow[-1].sendall(f"GET {viewer.prefix}stdlib_docs.json HTTP/1.1\r\nHo".encode())  # and no more
+        slow[-1].sendall(
+            f"GET {viewer.prefix}stdlib_docs.json HTTP/1.1\r\nHo".encode()
+        )  # and no more
     assert ask(viewer, viewer.prefix)[0] == 200
     assert os.getcwd() == here
     for client in slow:
@@ -228,10 +269,12 @@ def test_a_page_from_the_web_cannot_read_the_viewer(chromium, viewer, tmp_path):
     path.write_text("<title>evil</title>", encoding="utf-8")
     chromium.open(path.as_uri())
     address = viewer.address.split("#")[0]
-    for attempt in (f"fetch('{address}localtrace').then(r => r.text()).then(() => 'read', () => 'refused')",
-                    f"new Promise(done => {{ const s = document.createElement('script'); s.src = '{address}"
-                    "offline.js'; s.onload = () => done('read'); s.onerror = () => done('refused'); "
-                    "document.head.append(s) })"):  # fmt: skip
+    for attempt in (
+        f"fetch('{address}localtrace').then(r => r.text()).then(() => 'read', () => 'refused')",
+        f"new Promise(done => {{ const s = document.createElement('script'); s.src = '{address}"
+        "offline.js'; s.onload = () => done('read'); s.onerror = () => done('refused'); "
+        "document.head.append(s) })",
+    ):
         assert chromium.ask(attempt) == "refused"
     chromium.open("about:blank")
 

@@ -35,8 +35,14 @@ def checkout(request, tmp_path):
 
 def make(folder, *words, **environment):
     command = ["make", f"PYTHON={folder.parent / 'python'}", *words]
-    return subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True,
-                          text=True, timeout=60)  # fmt: skip
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize("checkout", ODD, indirect=True)
@@ -44,14 +50,21 @@ def test_an_install_asks_once_and_again_after_a_change(checkout):
     assert make(checkout, "install").returncode == 0
     asked = checkout / "asked"
     once = asked.read_text(encoding="utf-8")
-    assert ".[notebooks,figures,tests]" in once and "-c constraints.txt" in once and "deepspeed" not in once
+    assert (
+        ".[notebooks,figures,tests]" in once
+        and "-c constraints.txt" in once
+        and "deepspeed" not in once
+    )
     assert make(checkout, "install").returncode == 0 and asked.read_text(encoding="utf-8") == once
     with (checkout / "constraints.txt").open("a", encoding="utf-8") as file:
         file.write("another==1.0\n")
     assert make(checkout, "install", "EXTRAS=deepspeed").returncode == 0
     assert asked.read_text(encoding="utf-8").count("\n") == 2 * once.count("\n")
     assert "tests,deepspeed]" in asked.read_text(encoding="utf-8")
-    assert {path.name for path in checkout.parent.iterdir()} == {checkout.name, "python"}  # no stray file
+    assert {path.name for path in checkout.parent.iterdir()} == {
+        checkout.name,
+        "python",
+    }  # no stray file
 
 
 def test_a_copied_checkout_installs_itself_anew_and_a_failed_install_again(checkout):
@@ -71,14 +84,22 @@ def test_where_no_home_can_be_written_the_build_folder_has_one(checkout, home):
     make(checkout, "install")
     environment = {name: value for name, value in os.environ.items() if name != "HOME"}
     environment |= {} if home is None else {"HOME": home}
-    run = subprocess.run(["sh", "tools/python.sh", "say"], cwd=checkout, env=environment,
-                         capture_output=True, text=True, timeout=60)  # fmt: skip
+    run = subprocess.run(
+        ["sh", "tools/python.sh", "say"],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert run.stdout == f"{checkout}/build/home\n" and (checkout / "build/home").is_dir()
     assert len(run.stderr.splitlines()) == 1
 
 
 def test_an_old_python_is_named_in_one_line(checkout):
-    (checkout.parent / "python").write_text('#!/bin/sh\n[ "$1" != -c ] || exit 1\necho Python 3.8.1\n')
+    (checkout.parent / "python").write_text(
+        '#!/bin/sh\n[ "$1" != -c ] || exit 1\necho Python 3.8.1\n'
+    )
     run = make(checkout, "install")
     assert run.returncode != 0 and "3.8.1" in run.stderr
     assert not (checkout / ".venv").exists()

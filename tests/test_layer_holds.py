@@ -78,7 +78,9 @@ def test_a_time_limit_holds_while_native_code_holds_the_interpreter(kernel, run)
 
 def test_the_stop_button_works_while_a_push_finds_the_interpreter_held(kernel, run):
     patience(kernel, grace=3, hold=0.2)
-    run(f"if rank == 0: raise ValueError\n{HOLDS_THE_INTERPRETER}")  # the cell is over, rank 1 is not
+    run(
+        f"if rank == 0: raise ValueError\n{HOLDS_THE_INTERPRETER}"
+    )  # the cell is over, rank 1 is not
     kernel.press_stop_when_busy()
     assert within(STOP, run, PUSH).error
 
@@ -88,8 +90,11 @@ def start_and_stop(kernel) -> list[int]:
     request = kernel.client.execute("%dist_init -n 2")
     children = []
     while not children:
-        children = [child.pid for child in psutil.Process(kernel.pid).children()
-                    if "zero1_helpers.ranks.worker" in child.cmdline()]
+        children = [
+            child.pid
+            for child in psutil.Process(kernel.pid).children()
+            if "zero1_helpers.ranks.worker" in child.cmdline()
+        ]
     os.kill(children[0], signal.SIGSTOP)
     kernel.manager.interrupt_kernel()
     error = within(STOP, kernel.collect, request).error
@@ -118,11 +123,14 @@ def test_a_shutdown_ends_stopped_processes(kernel, run, who):
 
 def test_a_fork_does_not_answer_for_its_rank(run):
     for fork in ("os.fork()", "ctypes.CDLL(None).fork()"):
-        cell = (f"import ctypes, os\npid = {fork}\nchild = pid == 0\nmany = 'x' * 3_000_000\n"
-                "if pid: os.waitpid(pid, 0)\nmany[:1]")
+        cell = (
+            f"import ctypes, os\npid = {fork}\nchild = pid == 0\nmany = 'x' * 3_000_000\n"
+            "if pid: os.waitpid(pid, 0)\nmany[:1]"
+        )
         assert run(cell).text.split()[-1] == "'x'"
         assert run("%%local\nsizes = pull('len(many)')\nsizes").data == [
-            {"text/plain": "[3000000, 3000000]"}]
+            {"text/plain": "[3000000, 3000000]"}
+        ]
         assert run("child").text == "ranks 0, 1: False\n"
 
 
@@ -149,8 +157,10 @@ def flood():
         lines += 1
 threading.Thread(target=flood, daemon=True).start()""")
     assert run("before = lines\nwhile lines < before + 200: time.sleep(0.001)").error == ""
-    kernel.local("before = pull('lines')\nimport time\n"
-                 "while not all(b > a + 200 for a, b in zip(before, pull('lines'))): time.sleep(0.01)")
+    kernel.local(
+        "before = pull('lines')\nimport time\n"
+        "while not all(b > a + 200 for a, b in zip(before, pull('lines'))): time.sleep(0.01)"
+    )
     run("go_on = False")
     run("time.sleep(0.1)")
     assert run("rank").text == BOTH
@@ -166,8 +176,10 @@ def test_a_value_that_cannot_be_read_fails_alone(kernel, run):
 
 
 def test_a_display_that_fails_fails_alone(run):
-    ran = run("class Bad:\n    def _repr_png_(self): return {'not': 'bytes'}\n"
-              "    def __repr__(self): return 'bad'\nBad()")
+    ran = run(
+        "class Bad:\n    def _repr_png_(self): return {'not': 'bytes'}\n"
+        "    def __repr__(self): return 'bad'\nBad()"
+    )
     assert not ran.error
     ran = run("import matplotlib.pyplot as plt\nplt.title('$\\\\frac{$')\nprint('drawn')")
     assert "drawn" in ran.text and "Figure" in ran.text and not ran.error
@@ -237,8 +249,15 @@ def without_privileges() -> None:
 
 def test_an_ordinary_user_without_a_home(tmp_path):
     environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-    ran = subprocess.run([sys.executable, "-c", ORDINARY], env=environment, text=True, cwd=tmp_path,
-                         stdout=subprocess.PIPE, preexec_fn=without_privileges, timeout=120)
+    ran = subprocess.run(
+        [sys.executable, "-c", ORDINARY],
+        env=environment,
+        text=True,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        preexec_fn=without_privileges,
+        timeout=120,
+    )
     assert "ranks 0, 1: 2.0\n2 ranks ended." in ran.stdout
 
 
@@ -283,29 +302,49 @@ def test_magics_work_on_the_ranks(kernel, run):
     assert run("%sync\nrank").text == "Synchronized 2 ranks.\n" + BOTH
 
 
-@pytest.mark.parametrize("cell", ["breakpoint()", "input('name: ')", "import pdb\npdb.set_trace()\n1",
-                                  "x = 1\n%sync\n", "x = 1\n%dist_status", "%no_such_magic\nx = 1"])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "breakpoint()",
+        "input('name: ')",
+        "import pdb\npdb.set_trace()\n1",
+        "x = 1\n%sync\n",
+        "x = 1\n%dist_status",
+        "%no_such_magic\nx = 1",
+    ],
+)
 def test_what_is_not_for_ranks_is_refused_in_a_line(run, cell):
     assert re.match("ClusterError: ranks 0, 1: (NotOnRanks|UsageError): ", run(cell).error)
     assert run("rank").text == BOTH
 
 
-@pytest.mark.parametrize("cell, shown", [
-    ("x = '\u2028'\n\n1/0", "line 3: 1/0"),
-    ("error = SyntaxError('odd')\nerror.lineno, error.filename = 'x', 7\nraise error", "SyntaxError"),
-    ("raise ValueError('x' * 100_000_000)", "characters cut"),
-])
+@pytest.mark.parametrize(
+    "cell, shown",
+    [
+        ("x = '\u2028'\n\n1/0", "line 3: 1/0"),
+        (
+            "error = SyntaxError('odd')\nerror.lineno, error.filename = 'x', 7\nraise error",
+            "SyntaxError",
+        ),
+        ("raise ValueError('x' * 100_000_000)", "characters cut"),
+    ],
+)
 def test_odd_errors_are_told(run, cell, shown):
     error = run(cell).error
     assert shown in error and len(error) < 200_000
     assert run("rank").text == BOTH
 
 
-@pytest.mark.parametrize("cell", [
-    "import builtins\nbuiltins.print = lambda *args, **options: None",
-    "import sys\nsys.stdout.close()", "import sys\nsys.stdout = sys.stderr = None",
-    "print('escape \\x1b')", "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)",
-])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "import builtins\nbuiltins.print = lambda *args, **options: None",
+        "import sys\nsys.stdout.close()",
+        "import sys\nsys.stdout = sys.stderr = None",
+        "print('escape \\x1b')",
+        "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    ],
+)
 def test_odd_cells_spoil_no_other(run, cell):
     assert run(cell).error == ""
     assert run("rank").text == BOTH

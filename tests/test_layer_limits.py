@@ -52,7 +52,10 @@ def test_hundreds_of_cells(start):
 def test_sixteen_ranks(start):
     kernel = start(16)
     pids = kernel.workers()
-    assert kernel.run("x = torch.tensor(rank)\ndist.all_reduce(x)\nx.item()").text == "ranks 0–15: 120\n"
+    assert (
+        kernel.run("x = torch.tensor(rank)\ndist.all_reduce(x)\nx.item()").text
+        == "ranks 0–15: 120\n"
+    )
     assert kernel.run("%dist_status").text.count(": idle, pid ") == 16
     assert kernel.run("%dist_shutdown").text == "16 ranks ended.\n" and gone(pids, within=1)
     assert kernel.run("%dist_init -n 1").text.startswith("1 rank ready")
@@ -77,8 +80,12 @@ def test_two_kernels_at_once():
 
 
 def run_a_notebook(folder) -> list[str]:
-    nb = notebook("%load_ext zero1_helpers", "%dist_init -n 2",
-                  "x = torch.tensor(rank)\ndist.all_reduce(x)\nx.item()", "%dist_shutdown")
+    nb = notebook(
+        "%load_ext zero1_helpers",
+        "%dist_init -n 2",
+        "x = torch.tensor(rank)\ndist.all_reduce(x)\nx.item()",
+        "%dist_shutdown",
+    )
     execute(nb, folder.name, folder=folder)
     return [output.text for cell in nb.cells[2:] for output in cell.outputs]
 
@@ -115,8 +122,9 @@ def test_ranks_end_when_the_kernel_is_shut_down_in_a_cell(start):
 def test_ranks_end_when_the_notebook_runs_into_its_limit():
     nb = notebook("%load_ext zero1_helpers", "%dist_init -n 2", "import os\nos.getpid()", STUCK)
     with pytest.raises(CellTimeoutError):
-        NotebookClient(nb, kernel_name="python3",
-                       timeout_func=lambda cell: 2 if cell.source == STUCK else 60).execute()
+        NotebookClient(
+            nb, kernel_name="python3", timeout_func=lambda cell: 2 if cell.source == STUCK else 60
+        ).execute()
     pids = [int(pid) for pid in re.findall(r"rank \d: (\d+)", nb.cells[2].outputs[0].text)]
     assert len(pids) == 2 and gone(pids, within=10)
 

@@ -73,11 +73,17 @@ def profile_steps(rank, world_size, name, optimizer_name, model_cls):
             pass  # gloo's threads still hold one; only the gradients' own buckets outlive a phase
         ledger.look()
         storages = [local(p).untyped_storage() for p in params]  # flat ones are padded
-        truth.append((len(ledger.notes) - 1, {
-            "params": sum({s.data_ptr(): s.nbytes() for s in storages}.values()),
-            "opt_state": state, "counters": counters,
-            "grads or buckets": getattr(variant, "buckets", 0) or sum(grads.values()),
-        }))  # fmt: skip
+        truth.append(
+            (
+                len(ledger.notes) - 1,
+                {
+                    "params": sum({s.data_ptr(): s.nbytes() for s in storages}.values()),
+                    "opt_state": state,
+                    "counters": counters,
+                    "grads or buckets": getattr(variant, "buckets", 0) or sum(grads.values()),
+                },
+            )
+        )
 
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True
@@ -93,7 +99,9 @@ def profile_steps(rank, world_size, name, optimizer_name, model_cls):
                 if torchs:
                     edge()
                 variant.finish()
-                getattr(variant.optimizer, "receive", lambda: None)()  # nothing is on its way at an edge
+                getattr(
+                    variant.optimizer, "receive", lambda: None
+                )()  # nothing is on its way at an edge
                 del x, y, loss
                 edge()
                 prof.step()
@@ -139,7 +147,11 @@ def test_torchs_own_classes_are_read_as_exactly(ranks, name):
             found["grads or buckets"] = found.get("grads", 0) + found.get("buckets", 0)
             assert {category: found.get(category, 0) for category in true} == true, number
         held.append(truth[-1][1]["opt_state"])
-    assert (held == [whole] * 2) if name == "torch-ddp" else (sum(held) == whole and max(held) < 0.6 * whole)
+    assert (
+        (held == [whole] * 2)
+        if name == "torch-ddp"
+        else (sum(held) == whole and max(held) < 0.6 * whole)
+    )
 
 
 def record_torchs(rank, world_size, name, folder):
@@ -155,7 +167,9 @@ def record_torchs(rank, world_size, name, folder):
 def test_what_torchs_classes_hold_is_predicted(ranks, name, tmp_path):
     ranks(record_torchs, 2, name, tmp_path)
     record = load_run(tmp_path).record
-    held, predicted = ([rank["opt_state"] for rank in record[key]] for key in ("memory", "predicted"))
+    held, predicted = (
+        [rank["opt_state"] for rank in record[key]] for key in ("memory", "predicted")
+    )
     assert held == predicted and min(held) > 0
 
 
@@ -239,10 +253,16 @@ def test_blips_go_and_nothing_else():
         ("params", 1_000_000),
         *(("temporaries", change) for change in (4_000, 4, -4, -4_000)),  # one in another: both go
         *(("temporaries", change) for change in (100_000, -100_000)),  # large
-        ("grads", 8), ("grads", -8),
-        ("activations", 2_000_000), ("temporaries", 16), ("temporaries", -16),  # the peak
-        ("temporaries", 8), ("grads", 4), ("temporaries", -8), ("activations", -2_000_000),
-    ]  # fmt: skip
+        ("grads", 8),
+        ("grads", -8),
+        ("activations", 2_000_000),
+        ("temporaries", 16),
+        ("temporaries", -16),  # the peak
+        ("temporaries", 8),
+        ("grads", 4),
+        ("temporaries", -8),
+        ("activations", -2_000_000),
+    ]
     changed = [(at, *change) for at, change in enumerate(changes)]
     memory = pd.DataFrame(changed, columns=["time_us", "category", "delta"])
     kept = without_blips(memory)

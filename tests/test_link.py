@@ -52,8 +52,12 @@ def test_what_is_no_link_is_said_in_one_line(text, words):
 
 def test_the_time_is_latency_and_the_rings_bytes():
     link = Link(100 * MB, 0.002)
-    for op, factor in [("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75),
-                       ("broadcast", 1.0)]:  # fmt: skip
+    for op, factor in [
+        ("all_reduce", 1.5),
+        ("reduce_scatter", 0.75),
+        ("all_gather", 0.75),
+        ("broadcast", 1.0),
+    ]:
         assert link.seconds(op, 8 * MB, 4) == pytest.approx(0.002 + factor * 0.08)
         assert link.seconds(op, 8 * MB, 1) == 0
     with pytest.raises(ValueError, match="unknown collective"):
@@ -105,7 +109,9 @@ def test_results_are_those_of_gloo(ranks):
 def reduce_scatters(rank, world_size):
     """For each operation: the slice that came over the link, and the slice of gloo's all-reduce."""
     emulate("2GB/s")
-    mine = torch.linspace(0.1, 2, 5 * world_size, dtype=torch.float64).roll(rank)  # not the same on two ranks
+    mine = torch.linspace(0.1, 2, 5 * world_size, dtype=torch.float64).roll(
+        rank
+    )  # not the same on two ranks
     found = {}
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
         slice_, whole = torch.empty(5, dtype=torch.float64), mine.clone()
@@ -116,7 +122,9 @@ def reduce_scatters(rank, world_size):
     dist.reduce_scatter_single(mean, mine, op=dist.ReduceOp.AVG)
     found["mean"] = (mean, total / world_size)
     with pytest.raises(NotImplementedError, match="reduce_scatter does not know"):
-        dist.reduce_scatter_single(torch.empty(5).int(), torch.ones(15).int(), op=dist.ReduceOp.BAND)
+        dist.reduce_scatter_single(
+            torch.empty(5).int(), torch.ones(15).int(), op=dist.ReduceOp.BAND
+        )
     return found
 
 
@@ -162,8 +170,10 @@ def one_queue(rank, world_size):
     emulate("20MB/s + 1ms")
     other = dist.new_group()
     lane.log = log = []
-    works = [dist.all_reduce(torch.ones(25_000), group=group, async_op=True)
-             for group in (None, other, other)]  # fmt: skip
+    works = [
+        dist.all_reduce(torch.ones(25_000), group=group, async_op=True)
+        for group in (None, other, other)
+    ]
     for work in works:
         work.wait()
     lane.log = None
@@ -215,7 +225,15 @@ def peers(rank, world_size):
     emulate("200MB/s")
     sgd = torch.optim.SGD
     results = {}
-    for name in ("DDP", "DDP + ZeRO", "DDP + ZeRO, views", "FSDP2", "buckets", "overlapped", "flat"):
+    for name in (
+        "DDP",
+        "DDP + ZeRO",
+        "DDP + ZeRO, views",
+        "FSDP2",
+        "buckets",
+        "overlapped",
+        "flat",
+    ):
         model = net()
         if name == "FSDP2":
             for layer in model:
@@ -229,12 +247,19 @@ def peers(rank, world_size):
             optimizer = z.FlatShardedOptimizer(sgd, model, 0.01, lr=0.1)
             wrapped = z.SimpleDDPReduceScatter(model, optimizer)
         elif name == "buckets":
-            wrapped, optimizer = z.SimpleDDPBucket(model, 0.01), z.ZeROOne(sgd(model.parameters(), lr=0.1))
+            wrapped, optimizer = (
+                z.SimpleDDPBucket(model, 0.01),
+                z.ZeROOne(sgd(model.parameters(), lr=0.1)),
+            )
         else:
             wrapped = DistributedDataParallel(model, bucket_cap_mb=0.01)
-            optimizer = sgd(model.parameters(), lr=0.1) if name == "DDP" else ZeroRedundancyOptimizer(
-                model.parameters(), sgd, lr=0.1, parameters_as_bucket_view="views" in name
-            )  # fmt: skip
+            optimizer = (
+                sgd(model.parameters(), lr=0.1)
+                if name == "DDP"
+                else ZeroRedundancyOptimizer(
+                    model.parameters(), sgd, lr=0.1, parameters_as_bucket_view="views" in name
+                )
+            )
         for step in range(2):
             torch.manual_seed(rank + 9 * step)
             x = torch.randn(4, 32, dtype=torch.float64)
@@ -274,7 +299,9 @@ def test_a_run_over_a_link_says_so_and_shows_its_times(ranks, tmp_path):
     (*link, cores), (*other, its_cores) = auto
     assert link == other and min(link) > 0  # one link for all ranks
     assert not cores & its_cores or len(cores | its_cores) == 1
-    slow, impossible, plain = (load_run(tmp_path / name) for name in ("slow", "impossible", "plain"))
+    slow, impossible, plain = (
+        load_run(tmp_path / name) for name in ("slow", "impossible", "plain")
+    )
     assert slow.record["link"] == "20 MB/s + 2 ms" and plain.record["link"] == "none"
     assert "emulated link 20 MB/s + 2 ms" in slow.caption and "no emulated link" in plain.caption
     assert slow.record["backend"] == plain.record["backend"] == "gloo"
@@ -283,16 +310,24 @@ def test_a_run_over_a_link_says_so_and_shows_its_times(ranks, tmp_path):
     assert "of the operations took gloo longer" in impossible.caption
     assert slow.record["losses"] == plain.record["losses"]
 
-    asked = [Link(20 * MB, 0.002).seconds("all_reduce", c["bytes"] / c["calls"], 2) * c["calls"]
-             for c in slow.record["collectives"]]  # fmt: skip
+    asked = [
+        Link(20 * MB, 0.002).seconds("all_reduce", c["bytes"] / c["calls"], 2) * c["calls"]
+        for c in slow.record["collectives"]
+    ]
     for rank in range(2):
-        kernels = [e for e in slow.trace(rank)["traceEvents"] if e["name"].startswith("ncclKernel[link:")]
+        kernels = [
+            e for e in slow.trace(rank)["traceEvents"] if e["name"].startswith("ncclKernel[link:")
+        ]
         assert len(kernels) == 2 * sum(c["calls"] for c in slow.record["collectives"])
         assert sum(e["dur"] for e in kernels) / 1e6 > 2 * sum(asked) * 0.99
         assert {e["args"].get("phase") for e in kernels} == {"sync"}
         for e in kernels:  # a blocking collective: nothing is computed while it is on its way
-            assert not [c for c in slow.trace(rank)["traceEvents"] if c["name"].startswith("aten::")
-                        and e["ts"] + 200 < c["ts"] + c["dur"] / 2 < e["ts"] + e["dur"] - 200]  # fmt: skip
+            assert not [
+                c
+                for c in slow.trace(rank)["traceEvents"]
+                if c["name"].startswith("aten::")
+                and e["ts"] + 200 < c["ts"] + c["dur"] / 2 < e["ts"] + e["dur"] - 200
+            ]
 
 
 def test_an_operation_knows_whether_it_was_late():

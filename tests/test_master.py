@@ -42,8 +42,9 @@ MASTER = "master_param"
 
 
 def pair(model, cls, master=torch.float32, reduce_dtype=None, options=None, **kwargs):
-    optimizer = FlatShardedOptimizer(cls, model, Variant.cap, master_weights=master,
-                                     reduce_dtype=reduce_dtype, **kwargs)  # fmt: skip
+    optimizer = FlatShardedOptimizer(
+        cls, model, Variant.cap, master_weights=master, reduce_dtype=reduce_dtype, **kwargs
+    )
     return SimpleDDPReduceScatter(model, optimizer, **(options or {})), optimizer
 
 
@@ -108,11 +109,16 @@ def whole_numbers(step, rank, world_size):
     g = torch.Generator().manual_seed(step)
     for n in (7, 1, 40, 150, 33):
         mean, apart = torch.randint(-9, 10, (2, n), generator=g)
-        yield (mean + apart * (2 * rank + 1 - world_size) + (rank == 0 and world_size == 3)).bfloat16()
+        yield (
+            mean + apart * (2 * rank + 1 - world_size) + (rank == 0 and world_size == 3)
+        ).bfloat16()
 
 
-EXACT = [(torch.optim.SGD, {"lr": 2**-11}), (torch.optim.SGD, {"lr": 2**-11, "momentum": 0.5}),
-         (torch.optim.AdamW, {"lr": 1e-3})]  # fmt: skip
+EXACT = [
+    (torch.optim.SGD, {"lr": 2**-11}),
+    (torch.optim.SGD, {"lr": 2**-11, "momentum": 0.5}),
+    (torch.optim.AdamW, {"lr": 1e-3}),
+]
 
 
 def exactly(rank, world_size, reduce_dtype):
@@ -124,10 +130,14 @@ def exactly(rank, world_size, reduce_dtype):
         alone = ByHand(copy.deepcopy(model), cls, **kwargs)
         wrapped, optimizer = pair(model, cls, reduce_dtype=reduce_dtype, **kwargs)
         for step in range(5):
-            alone.step([alone.model(list(whole_numbers(step, r, world_size))) for r in range(world_size)])
+            alone.step(
+                [alone.model(list(whole_numbers(step, r, world_size))) for r in range(world_size)]
+            )
             wrapped(list(whole_numbers(step, rank, world_size))).backward()
             optimizer.step()
-        differ = sum(int((p != q).sum()) for p, q in zip(model.parameters(), alone.params, strict=True))
+        differ = sum(
+            int((p != q).sum()) for p, q in zip(model.parameters(), alone.params, strict=True)
+        )
         found.append((off(optimizer, alone), differ))
         assert not bits_differ(model)
         assert all(p.dtype == torch.bfloat16 for p in model.parameters())
@@ -159,7 +169,10 @@ def follow(rank, world_size):
                 optimizer.step()
             assert not bits_differ(model)
             with torch.no_grad():
-                worst[model_cls.__name__, name] = off(optimizer, alone), max_difference(model, alone.model)
+                worst[model_cls.__name__, name] = (
+                    off(optimizer, alone),
+                    max_difference(model, alone.model),
+                )
     return worst
 
 
@@ -201,9 +214,15 @@ def test_every_schedule_makes_the_same_bits(ranks):
 
 
 def untouched(rank, world_size):
-    for dtype, reduce_dtype in ((torch.bfloat16, None), (torch.bfloat16, torch.float32),
-                                (torch.float32, torch.float16), (torch.float16, None)):  # fmt: skip
-        model = nn.ModuleDict({name: nn.Linear(6, 3) for name in ("used", "dead", "unused")}).to(dtype)
+    for dtype, reduce_dtype in (
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.float16, None),
+    ):
+        model = nn.ModuleDict({name: nn.Linear(6, 3) for name in ("used", "dead", "unused")}).to(
+            dtype
+        )
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(1)
@@ -267,22 +286,42 @@ def test_a_float32_layer_needs_no_master(ranks):
 
 def micro_batches(rank, world_size):
     """no_sync, two groups, and clipping: by hand, the gradients of both micro-batches in one."""
-    groups = lambda model: [{"params": model.layers[:2].parameters()},  # noqa: E731
-                            {"params": model.layers[2:].parameters(), "lr": 0.1}]  # fmt: skip
+
+    def groups(model):
+        return [
+            {"params": model.layers[:2].parameters()},
+            {"params": model.layers[2:].parameters(), "lr": 0.1},
+        ]
+
     model = make(MLP).float()
     alone = ByHand(copy.deepcopy(model), torch.optim.SGD, torch.float64, lr=0.3)
     second = alone.masters[4:]
-    alone.optimizer = torch.optim.SGD([{"params": alone.masters[:4], "lr": 0.3},
-                                       {"params": second, "lr": 0.1}], momentum=0.9)  # fmt: skip
-    optimizer = FlatShardedOptimizer(torch.optim.SGD, groups(model), Variant.cap, lr=0.3, momentum=0.9,
-                                     master_weights=torch.float64, reduce_dtype=torch.float64)  # fmt: skip
+    alone.optimizer = torch.optim.SGD(
+        [{"params": alone.masters[:4], "lr": 0.3}, {"params": second, "lr": 0.1}], momentum=0.9
+    )
+    optimizer = FlatShardedOptimizer(
+        torch.optim.SGD,
+        groups(model),
+        Variant.cap,
+        lr=0.3,
+        momentum=0.9,
+        master_weights=torch.float64,
+        reduce_dtype=torch.float64,
+    )
     wrapped = SimpleDDPReduceScatter(model, optimizer, step_in_backward=False)
     for step in range(3):
         x, y = (t.float() for t in data(step, world_size))
-        losses = [loss_of(alone.model, x[r, :2], y[r, :2]) + loss_of(alone.model, x[r, 2:], y[r, 2:])
-                  for r in range(world_size)]  # fmt: skip
+        losses = [
+            loss_of(alone.model, x[r, :2], y[r, :2]) + loss_of(alone.model, x[r, 2:], y[r, 2:])
+            for r in range(world_size)
+        ]
         expected = []
-        alone.step(losses, lambda params: expected.append(float(nn.utils.clip_grad_norm_(params, 0.05))))  # noqa: B023
+        alone.step(
+            losses,
+            lambda params, norms=expected: norms.append(
+                float(nn.utils.clip_grad_norm_(params, 0.05))
+            ),
+        )
         with wrapped.no_sync():
             loss_of(wrapped, x[rank, :2], y[rank, :2]).backward()
         loss_of(wrapped, x[rank, 2:], y[rank, 2:]).backward()
@@ -355,8 +394,11 @@ def test_weights_that_somebody_writes_count(ranks):
 def held(rank, world_size):
     whole = []
     for model_cls in (MLP, Scalar, Unused):
-        for cls, kwargs in [*OPTIMIZERS.values(), (torch.optim.RMSprop, {"centered": True}),
-                            (torch.optim.Adagrad, {"lr": 0.1})]:  # fmt: skip
+        for cls, kwargs in [
+            *OPTIMIZERS.values(),
+            (torch.optim.RMSprop, {"centered": True}),
+            (torch.optim.Adagrad, {"lr": 0.1}),
+        ]:
             model = make(model_cls).bfloat16()
             wrapped, optimizer = pair(model, cls, **kwargs)
             sum((p * p).sum() for p in model.parameters()).backward()
@@ -388,10 +430,15 @@ def test_the_closed_form_is_the_prediction_of_a_model():
     assert RECIPES["mixed"].opt_state == 12
     ranks = predict(model, torch.optim.Adam, n, Flat(master_dtype=torch.float32))
     for rank in ranks:
-        assert rank.params + nbytes(model.parameters()) + rank.opt_state == model_states(
-            psi, "mixed", n)["total"] == 4 * psi + 12 * psi / n  # fmt: skip
-    half, single = (predict(model, torch.optim.Adam, n, Flat(25, 1, torch.float32, dtype))[0]
-                    for dtype in (None, torch.float32))  # fmt: skip
+        assert (
+            rank.params + nbytes(model.parameters()) + rank.opt_state
+            == model_states(psi, "mixed", n)["total"]
+            == 4 * psi + 12 * psi / n
+        )
+    half, single = (
+        predict(model, torch.optim.Adam, n, Flat(25, 1, torch.float32, dtype))[0]
+        for dtype in (None, torch.float32)
+    )
     assert single.buckets == 2 * half.buckets
 
 
@@ -481,7 +528,9 @@ def continued(rank, world_size, state, steps, cls, kwargs):
 def apart(one, other):
     """The largest difference of two saved states: weights, master copies, moments, counts."""
     (weights, a), (others, b) = (torch.load(io.BytesIO(state)) for state in (one, other))
-    entries = [(a["state"][i][key], b["state"][i][key]) for i in b["state"] for key in b["state"][i]]
+    entries = [
+        (a["state"][i][key], b["state"][i][key]) for i in b["state"] for key in b["state"][i]
+    ]
     entries += [(weights[key], others[key]) for key in others]
     assert len(entries) >= 15
     return max(float((x - y).abs().max()) for x, y in entries)
@@ -499,7 +548,9 @@ def test_resume_bit_for_bit(ranks, which):
         assert not torch.equal(master, w.float())  # there is something to lose
     for world_size in (4, 2, 1):
         resumed, *_ = ranks(continued, world_size, half, range(3, 6), cls, kwargs)
-        exact = cls is torch.optim.SGD or world_size == 4  # Adam's kernels round by where a piece begins
+        exact = (
+            cls is torch.optim.SGD or world_size == 4
+        )  # Adam's kernels round by where a piece begins
         assert apart(resumed, whole) <= (0.0 if exact else 1e-6)
     del saved["state"][2][MASTER]
     file = io.BytesIO()
@@ -577,8 +628,10 @@ def others(rank, world_size):
     plain.step()
     wrapped, bare = pair(copy.deepcopy(model), torch.optim.AdamW, master=False, lr=1e-3)
     bare.load_state_dict(saved)
-    assert all(MASTER not in state and state["exp_avg"].dtype == torch.bfloat16
-               for state in bare.state.values())  # fmt: skip
+    assert all(
+        MASTER not in state and state["exp_avg"].dtype == torch.bfloat16
+        for state in bare.state.values()
+    )
     pure = checkpoint.full_state_dict(bare)
     box = [pure]
     torch.distributed.broadcast_object_list(box)
@@ -596,8 +649,11 @@ def test_the_state_fits_other_optimizers(ranks):
 
 
 def forgets(patch):
-    patch.setattr(flat_bucket.FlatPieces, "_update_master", lambda bucket, piece, weights:
-                  setattr(piece, "data", weights.to(bucket.stepped_in)))  # fmt: skip
+    patch.setattr(
+        flat_bucket.FlatPieces,
+        "_update_master",
+        lambda bucket, piece, weights: setattr(piece, "data", weights.to(bucket.stepped_in)),
+    )
 
 
 def means_in_half(patch):
@@ -611,7 +667,10 @@ def means_in_half(patch):
     patch.setattr(flat_bucket.FlatBucket, "receive_gradients", receive)
 
 
-PLANTED = {"the master is read off the weights": forgets, "the mean is taken in bf16": means_in_half}
+PLANTED = {
+    "the master is read off the weights": forgets,
+    "the mean is taken in bf16": means_in_half,
+}
 
 
 def planted(rank, world_size, which):

@@ -15,8 +15,22 @@ from zero1_helpers.measure.runs import load_run
 
 from .processes import alive, as_nobody, children, eventually, linux, listening, two_users
 
-RECORD = [sys.executable, "-m", "zero1_helpers", "record", "--variant", "ddp", "--preset", "tiny",
-          "--ranks", "2", "--steps", "2", "--batch-size", "4"]  # fmt: skip
+RECORD = [
+    sys.executable,
+    "-m",
+    "zero1_helpers",
+    "record",
+    "--variant",
+    "ddp",
+    "--preset",
+    "tiny",
+    "--ranks",
+    "2",
+    "--steps",
+    "2",
+    "--batch-size",
+    "4",
+]
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1 in /proc/net/tcp
 
 
@@ -64,7 +78,9 @@ def test_a_recording_listens_on_the_loopback_interface_only(tmp_path):
         assert {os.getsid(pid) for pid in ranks if alive(pid)} <= {os.getsid(0)}
         time.sleep(0.01)
     said, error = process.communicate()
-    assert {address for address, _ in doors} <= LOOPBACK  # none at all, if they were open too briefly
+    assert {
+        address for address, _ in doors
+    } <= LOOPBACK  # none at all, if they were open too briefly
     assert not trap.exists()
     assert folders == {0o700} and not list(private.glob("zero1-*"))
     if os.geteuid() == 0 and process.returncode:  # a stranger in the very moment may be refused

@@ -28,7 +28,11 @@ def test_the_papers_table():
 
 def test_bytes_per_parameter():
     assert {name: model_states(1, name)["total"] for name in RECIPES} == {
-        "fp32": 16, "mixed": 16, "mixed-fp32-grads": 20, "bf16": 8}  # fmt: skip
+        "fp32": 16,
+        "mixed": 16,
+        "mixed-fp32-grads": 20,
+        "bf16": 8,
+    }
     assert model_states(1, "mixed", world_size=4)["total"] == 4 + 12 / 4
     saved = 1 - model_states(1, "mixed", world_size=4)["total"] / model_states(1, "mixed")["total"]
     assert round(saved, 4) == 0.5625
@@ -53,8 +57,12 @@ def test_the_real_model_on_the_meta_device():
 
 @pytest.mark.parametrize("model_cls", MODELS)
 def test_the_prediction_is_what_an_optimizer_really_holds(model_cls):
-    more = [(torch.optim.Adam, {"amsgrad": True}), (torch.optim.RMSprop, {"centered": True}),
-            (torch.optim.Adagrad, {}), (torch.optim.SGD, {"lr": 0.1})]  # fmt: skip
+    more = [
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.SGD, {"lr": 0.1}),
+    ]
     for cls, kwargs in [*OPTIMIZERS.values(), *more]:
         model = make(model_cls)
         optimizer = cls([p for p in model.parameters() if p.requires_grad], **kwargs)

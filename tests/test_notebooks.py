@@ -67,7 +67,8 @@ def test_percent_twins_are_equal():
         twin = jupytext.read(twins[name])
         for index, (ours, theirs) in enumerate(zip(nb.cells, twin.cells, strict=True)):
             assert (ours.cell_type, ours.source) == (theirs.cell_type, theirs.source), (
-                f"{name}, cell {index} differs from its twin: run `make notebooks`")
+                f"{name}, cell {index} differs from its twin: run `make notebooks`"
+            )
             assert ours.metadata.get("tags") == theirs.metadata.get("tags"), f"{name}, cell {index}"
 
 
@@ -139,6 +140,7 @@ def test_zero_one_runs_on_two_ranks(tmp_path):
 
 # The runner itself, on small notebooks without ranks.
 
+
 def small(*sources):
     return new_notebook(cells=[new_markdown_cell("# x")] + [new_code_cell(s) for s in sources])
 
@@ -192,22 +194,38 @@ def test_a_failed_run_leaves_the_old_notebook(tmp_path, monkeypatch):
     monkeypatch.setattr(run_notebooks, "NOTEBOOKS", tmp_path)
     (tmp_path / "percent").mkdir()
     twin, path = tmp_path / "percent" / "00_x.py", tmp_path / "00_x.ipynb"
-    twin.write_text("# %% [markdown]\n# # x\n#\n# **Time.** Unknown.\n\n# %%\nx = 1\nx\n", encoding="utf-8")
+    twin.write_text(
+        "# %% [markdown]\n# # x\n#\n# **Time.** Unknown.\n\n# %%\nx = 1\nx\n", encoding="utf-8"
+    )
     run_notebooks.main(["--in-place"])
     good, cells = path.read_bytes(), nbformat.read(path, 4).cells
     assert cells[1].outputs[0].data["text/plain"] == "1"
     assert cells[0].source == jupytext.read(twin).cells[0].source
     times = json.loads((tmp_path / "times.json").read_text(encoding="utf-8"))
-    assert cells[0].source == f"# x\n\n**Time.** {time_line(nbformat.read(path, 4), **times['00_x'])}"
+    assert (
+        cells[0].source == f"# x\n\n**Time.** {time_line(nbformat.read(path, 4), **times['00_x'])}"
+    )
     twin.write_text(twin.read_text(encoding="utf-8") + "raise ValueError('no')\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="00_x, cell 1: CellExecutionError"):
         run_notebooks.main(["--in-place"])
     assert path.read_bytes() == good
-    assert sorted(p.name for p in Path(tmp_path).iterdir()) == ["00_x.ipynb", "percent", "times.json"]
+    assert sorted(p.name for p in Path(tmp_path).iterdir()) == [
+        "00_x.ipynb",
+        "percent",
+        "times.json",
+    ]
 
 
 def test_the_runner_refuses_when_assertions_are_switched_off(tmp_path):
-    command = [sys.executable, "-O", run_notebooks.__file__, "--out", str(tmp_path / "out"), "--only", "00_*"]
+    command = [
+        sys.executable,
+        "-O",
+        run_notebooks.__file__,
+        "--out",
+        str(tmp_path / "out"),
+        "--only",
+        "00_*",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "assertions are switched off" in done.stderr
     assert not (tmp_path / "out").exists()

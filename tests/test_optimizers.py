@@ -106,7 +106,11 @@ def test_what_is_taken_trains_as_in_one_process(ranks):
 
 def test_every_line_of_which_class_names_a_test():
     here = Path(__file__).parent
-    tests = {name for f in here.glob("test_*.py") for name in re.findall(r"def (test_\w+)", f.read_text())}
+    tests = {
+        name
+        for f in here.glob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", f.read_text())
+    }
     rows = [
         line.split("|")[1:-1]
         for line in (here.parent / "docs" / "which-class.md").read_text().splitlines()

@@ -11,8 +11,14 @@ GB = 1e9
 FAST, SLOW = Link(100 * GB), Link(10 * GB, 1e-3)
 
 # Table 1 of the ZeRO paper for 7.5e9 parameters: GB per device of P_os, P_os+g, P_os+g+p.
-TABLE_1 = {1: "120 120 120", 4: "52.5 41.3 30", 16: "35.6 21.6 7.5", 64: "31.4 16.6 1.88",
-           256: "30.4 15.4 0.47", 1024: "30.1 15.1 0.12"}  # fmt: skip
+TABLE_1 = {
+    1: "120 120 120",
+    4: "52.5 41.3 30",
+    16: "35.6 21.6 7.5",
+    64: "31.4 16.6 1.88",
+    256: "30.4 15.4 0.47",
+    1024: "30.1 15.1 0.12",
+}
 
 
 @pytest.mark.parametrize("ranks", TABLE_1)
@@ -22,7 +28,8 @@ def test_the_papers_table(ranks):
         last_digit = 10.0 ** -len(printed.partition(".")[2])
         assert abs(totals[stage] - float(printed)) <= last_digit / 2 + 1e-9
     assert [row for row in paper_table() if row["N"] == ranks] == [
-        {"N": ranks, **{f"stage {s}": totals[s] for s in (1, 2, 3)}}]  # fmt: skip
+        {"N": ranks, **{f"stage {s}": totals[s] for s in (1, 2, 3)}}
+    ]
 
 
 def test_one_level_is_the_emulated_link():
@@ -79,7 +86,9 @@ def test_what_backward_is_too_short_for_is_exposed():
     lazy = plan(work, 4, Network(Link(1 * GB)))["exposed_s"]["flat, lazy, clipped"]  # 0.75 s each
     assert lazy == pytest.approx((0.75 - 0.2 * (1 - 1 / 40)) + (0.75 - 0.1 * (1 - 1 / 40)))
     embedding = Workload(0.5e9, 3.0, "bf16", 40, 1e-3, last_share=0.13)
-    assert plan(embedding, 4, Network(Link(5 * GB)))["exposed_s"]["zero1-overlap"] == pytest.approx(0.065)
+    assert plan(embedding, 4, Network(Link(5 * GB)))["exposed_s"]["zero1-overlap"] == pytest.approx(
+        0.065
+    )
 
 
 def test_exposed_communication_grows_with_the_ranks_and_in_the_posts_order():
@@ -95,8 +104,15 @@ def test_command_line(capsys):
     assert main("plan --params 7.5e9 --ranks 64 --link nvlink --between 100gbit".split()) == 0
     text = capsys.readouterr().out
     assert "On paper" in text and "31.41" in text and "10000" in text
-    for wrong in (["--ranks", "0"], ["--params", "-1"], ["--link", "none"], ["--link", "fast"],
-                  ["--recipe", "fp8"], ["--tensors", "0"], ["--node", "0"]):  # fmt: skip
+    for wrong in (
+        ["--ranks", "0"],
+        ["--params", "-1"],
+        ["--link", "none"],
+        ["--link", "fast"],
+        ["--recipe", "fp8"],
+        ["--tensors", "0"],
+        ["--node", "0"],
+    ):
         arguments = {"--params": "1e9", "--ranks": "4", "--link": "nvlink"} | dict([wrong])
         assert main(["plan", *(word for pair in arguments.items() for word in pair)]) == 2
         said = capsys.readouterr()

@@ -91,8 +91,10 @@ def test_chromium_shows_every_page(chromium, post, width, theme):
         )
         assert not wide, f"{path.name}: {wide[:3]}"
         if width > 600:  # nor is code or a table cut off on a desktop
-            cut = chromium.ask("[...document.querySelectorAll('.scroll, pre, math')].filter("
-                               "e => e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML)")  # fmt: skip
+            cut = chromium.ask(
+                "[...document.querySelectorAll('.scroll, pre, math')].filter("
+                "e => e.scrollWidth > e.clientWidth + 1).map(e => e.outerHTML)"
+            )
             assert not cut, f"{path.name}: {cut[:3]}"
         paper = chromium.ask("getComputedStyle(document.body).backgroundColor")
         assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 27)"}[theme]
@@ -144,15 +146,20 @@ def test_dark_pictures_keep_colours_and_turn_paper_and_ink(tmp_path):
     light, dark = (
         style.render(figures.temporal_breakdown(run, theme=theme)) for theme in style.THEMES
     )
-    wanted, found = (np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
-                     for png in (dark, make_post.darken(light)))  # fmt: skip
+    wanted, found = (
+        np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+        for png in (dark, make_post.darken(light))
+    )
     assert (abs(wanted - found).max(axis=2) > 40).mean() < 0.01
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--only", "99*"], "no notebook is called 99"),
-    (["--runs", "nowhere"], "nowhere: no recorded run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "99*"], "no notebook is called 99"),
+        (["--runs", "nowhere"], "nowhere: no recorded run"),
+    ],
+)
 def test_what_cannot_be_built_gets_one_line_and_leaves_the_old_page(
     arguments, message, tmp_path, monkeypatch, capsys
 ):

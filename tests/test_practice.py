@@ -22,7 +22,13 @@ from zero1_helpers.memory_math import state_bytes
 from .models import MLP, OPTIMIZERS, ChannelsLast, Scalar, Unused, Variant, data, loss_of, make
 from .test_parity import max_difference
 
-SEEN = ["zero1", "balanced", "sharded", "bucket", "flat-after"]  # gradients are there before the step
+SEEN = [
+    "zero1",
+    "balanced",
+    "sharded",
+    "bucket",
+    "flat-after",
+]  # gradients are there before the step
 KINDS = ["zero1", "balanced", "sharded", "overlap", "flat", "flat-lazy", "flat-after"]
 
 
@@ -132,7 +138,9 @@ def test_resume_with_another_number_of_ranks(ranks, name, optimizer_name):
             loaded.load_state_dict(saved)  # into a plain optimizer
             for p, q in zip(resumed.parameters(), reference.parameters(), strict=True):
                 mine, wanted = loaded.state[p], plain.state[q]
-                assert mine.keys() == wanted.keys() or not p.numel()  # nobody owns a part of nothing
+                assert (
+                    mine.keys() == wanted.keys() or not p.numel()
+                )  # nobody owns a part of nothing
                 for key in mine:
                     torch.testing.assert_close(mine[key], wanted[key], rtol=1e-9, atol=1e-9)
                     assert mine[key].stride() == wanted[key].stride()  # fused kernels count on it
@@ -155,7 +163,9 @@ def saved_in_pieces(rank, world_size, name):
     real = dist.broadcast
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "CHUNK", 10)
-        patch.setattr(dist, "broadcast", lambda t, *a, **k: sizes.append(t.numel()) or real(t, *a, **k))
+        patch.setattr(
+            dist, "broadcast", lambda t, *a, **k: sizes.append(t.numel()) or real(t, *a, **k)
+        )
         whole = checkpoint.full_state_dict(variant.optimizer)
     patched = checkpoint.full_state_dict(variant.optimizer)
     if rank == 0:
@@ -188,11 +198,18 @@ def scaled(rank, world_size, name, clips):
         scaler.update()
         variant.optimizer.zero_grad()
         if bad:
-            assert all(torch.equal(p, q) for p, q in zip(variant.model.parameters(), before, strict=True))
+            assert all(
+                torch.equal(p, q) for p, q in zip(variant.model.parameters(), before, strict=True)
+            )
             assert scaler.get_scale() == 512
         else:
-            step_alone(reference, plain, world_size, i,
-                       lambda params: clips and nn.utils.clip_grad_norm_(params, 0.05))  # fmt: skip
+            step_alone(
+                reference,
+                plain,
+                world_size,
+                i,
+                lambda params: clips and nn.utils.clip_grad_norm_(params, 0.05),
+            )
     assert max_difference(variant.model, reference) <= 1e-9
 
 
@@ -230,7 +247,11 @@ def half_precision(rank, world_size, name):
 
 
 def test_fp16_gradients_that_overflow_are_skipped_by_all_alike(ranks):
-    found = [each for name in ("zero1", "sharded", "flat-after") for each in ranks(half_precision, 3, name)]
+    found = [
+        each
+        for name in ("zero1", "sharded", "flat-after")
+        for each in ranks(half_precision, 3, name)
+    ]
     assert len(set(found)) == 1, found
     skipped, scale = found[0]
     assert 0 < skipped < 12 and scale == 2.0 ** (20 - skipped)
@@ -253,7 +274,13 @@ def test_a_rank_that_diverges_is_found_by_name(ranks):
 
 def test_a_checksum_sees_order_sign_and_size():
     t = torch.randn(100)
-    for other in (t.flip(0), -t, t[:-1], t + torch.eye(100)[7] * 1e-6, torch.cat([t, torch.zeros(1)])):
+    for other in (
+        t.flip(0),
+        -t,
+        t[:-1],
+        t + torch.eye(100)[7] * 1e-6,
+        torch.cat([t, torch.zeros(1)]),
+    ):
         assert clip.checksum(other) != clip.checksum(t)
     assert clip.checksum(t.clone()) == clip.checksum(t)
     assert clip.checksum(torch.tensor([0.0])) != clip.checksum(torch.tensor([-0.0]))
@@ -264,7 +291,9 @@ class Normalised(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         self.seen = []  # the running mean that each forward starts from
-        self.layers[1].register_forward_pre_hook(lambda norm, _: self.seen.append(norm.running_mean.clone()))
+        self.layers[1].register_forward_pre_hook(
+            lambda norm, _: self.seen.append(norm.running_mean.clone())
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -336,8 +365,11 @@ def test_a_group_added_later_is_stepped_behind_backward_too(ranks):
 
 def on_two_devices(rank, world_size):
     params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
-    for build in (lambda: ZeROOne(torch.optim.SGD(params)), lambda: ShardedOptimizer(torch.optim.SGD, params),
-                  lambda: FlatShardedOptimizer(torch.optim.SGD, params)):  # fmt: skip
+    for build in (
+        lambda: ZeROOne(torch.optim.SGD(params)),
+        lambda: ShardedOptimizer(torch.optim.SGD, params),
+        lambda: FlatShardedOptimizer(torch.optim.SGD, params),
+    ):
         with pytest.raises(ValueError, match="^parameters are on several devices: cpu, meta$"):
             build()
     late = ZeROOne(torch.optim.SGD(params[:1]))

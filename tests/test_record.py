@@ -43,7 +43,9 @@ def test_every_variant_trains_alike_and_holds_what_was_predicted(recorded):
         assert r["losses"] == pytest.approx(runs["ddp"].record["losses"], abs=1e-5)
         for measured, predicted in zip(r["memory"], r["predicted"], strict=True):
             assert measured["opt_state"] == predicted["opt_state"]
-            twice = measured["params"] - predicted["params"]  # about two buckets', when all plan anew
+            twice = (
+                measured["params"] - predicted["params"]
+            )  # about two buckets', when all plan anew
             assert (0 <= twice < 2.1 * bucket) if name == "zero1-overlap" else (twice == 0)
             together = measured["peak_states"]
             assert predicted["params"] + predicted["opt_state"] < together <= measured["peak"]
@@ -51,7 +53,9 @@ def test_every_variant_trains_alike_and_holds_what_was_predicted(recorded):
     whole = runs["ddp"].record["predicted"][0]["grads"]
     assert grads["ddp"] == grads["zero1"] == grads["zero1-balanced"] == whole
     assert grads["zero1-overlap"] < whole / 2
-    flat = predict(meta_smol_model("tiny"), torch.optim.Adam, 2, Flat(get_preset("tiny").bucket_cap_mb))
+    flat = predict(
+        meta_smol_model("tiny"), torch.optim.Adam, 2, Flat(get_preset("tiny").bucket_cap_mb)
+    )
     for measured, predicted in zip(runs["flat"].record["memory"], flat, strict=True):
         assert measured["grads"] <= predicted.grads < whole / 2
         assert 0.8 * predicted.total < measured["peak_states"] <= predicted.total
@@ -77,7 +81,9 @@ def test_collectives_are_counted(recorded):
     assert 2 < calls["zero1-bucket"]["all_reduce"] < 10
     assert calls["zero1-overlap"]["all_reduce"] == calls["zero1-bucket"]["all_reduce"]
     assert calls["zero1-overlap"]["broadcast"] < 20
-    once = round(8 * tensors / runs["flat"].record["steps"])  # the order; no flags, and no padding here
+    once = round(
+        8 * tensors / runs["flat"].record["steps"]
+    )  # the order; no flags, and no padding here
     assert size["flat"] == {"all_gather": 4 * psi, "reduce_scatter": 4 * psi, "broadcast": once}
     sent = sum(c["bytes_sent"] for c in runs["flat"].record["collectives"])
     assert sent == 2 * 4 * psi * (2 - 1) / 2 + once
@@ -198,7 +204,7 @@ def test_collectives_of_a_cuda_trace():
     assert count_collectives(events, steps=2, world_size=4) == [
         {"op": "all_reduce", "calls": 2, "bytes": 400, "bytes_sent": 600},
         {"op": "broadcast", "calls": 1, "bytes": 40, "bytes_sent": 40},
-    ]  # fmt: skip
+    ]
 
 
 # The command line
@@ -206,9 +212,24 @@ def test_collectives_of_a_cuda_trace():
 
 def test_recording_from_the_command_line(tmp_path):
     out = tmp_path / "tiny" / "zero1-overlap"
-    command = [sys.executable, "-m", "zero1_helpers", "record", "--variant", "zero1-overlap",
-               "--preset", "tiny", "--ranks", "2", "--steps", "2", "--batch-size", "4",
-               "--out", out]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "zero1_helpers",
+        "record",
+        "--variant",
+        "zero1-overlap",
+        "--preset",
+        "tiny",
+        "--ranks",
+        "2",
+        "--steps",
+        "2",
+        "--batch-size",
+        "4",
+        "--out",
+        out,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     record = load_run(out).record
@@ -218,19 +239,41 @@ def test_recording_from_the_command_line(tmp_path):
 
 
 def test_a_rank_that_fails_is_said_in_one_line(tmp_path):
-    command = [sys.executable, "-m", "zero1_helpers", "record", "--variant", "ddp", "--preset", "tiny",
-               "--ranks", "2", "--batch-size", "1000", "--out", tmp_path / "run"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "zero1_helpers",
+        "record",
+        "--variant",
+        "ddp",
+        "--preset",
+        "tiny",
+        "--ranks",
+        "2",
+        "--batch-size",
+        "1000",
+        "--out",
+        tmp_path / "run",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and not list((tmp_path / "run").iterdir())
-    assert re.fullmatch(r"zero1 record: rank \d: ValueError: \d+ examples are too few for a batch of 1000\n",
-                        done.stderr)  # fmt: skip
+    assert re.fullmatch(
+        r"zero1 record: rank \d: ValueError: \d+ examples are too few for a batch of 1000\n",
+        done.stderr,
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["record", "--variant", "zero3"], "unknown variant 'zero3'; small can be trained by ddp, zero1,"),
-        (["record", "--variant", "flat-master", "--preset", "small"], "'flat-master'; small can be"),
+        (
+            ["record", "--variant", "zero3"],
+            "unknown variant 'zero3'; small can be trained by ddp, zero1,",
+        ),
+        (
+            ["record", "--variant", "flat-master", "--preset", "small"],
+            "'flat-master'; small can be",
+        ),
         (["record", "--variant", "ddp", "--preset", "huge"], "unknown preset 'huge'"),
         (["record", "--variant", "ddp", "--ranks", "0"], "are 1 or more"),
         (["record", "--variant", "ddp", "--out", "FOREIGN"], "is not a run, and not empty"),

@@ -83,7 +83,9 @@ def test_this_environment_is_the_tested_one():
 
 
 def modules():
-    return {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    return {
+        path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")
+    }
 
 
 def imports(tree):
@@ -127,7 +129,9 @@ def test_the_groups_and_the_messages_about_them_agree():
     core, known = set(groups()["core"]), groups()
     for module, group in GROUP_OF.items():
         assert {canonical(owner) for owner in owners[module]} & set(known[group]), module
-    outside = {used for tree in modules().values() for used in imports(tree) if not used.startswith(".")}
+    outside = {
+        used for tree in modules().values() for used in imports(tree) if not used.startswith(".")
+    }
     outside -= {used for used in outside if {canonical(o) for o in owners.get(used, [])} & core}
     assert outside - set(sys.stdlib_module_names) <= set(GROUP_OF)
 
@@ -135,8 +139,9 @@ def test_the_groups_and_the_messages_about_them_agree():
 @pytest.mark.quick
 def test_the_classes_need_torch_alone():
     """With every package of the groups out of reach, the classes train, and a chart names its group."""
-    run = subprocess.run([sys.executable, "-c", WITHOUT_GROUPS, *GROUP_OF], cwd=ROOT, capture_output=True,
-                         text=True)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_GROUPS, *GROUP_OF], cwd=ROOT, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[0] == "trained"
     assert "zero1_helpers[figures]" in run.stdout and "zero1_helpers[notebooks]" in run.stdout
@@ -195,8 +200,16 @@ def test_public_names():
 
 def files():
     """All files of the project, without environments, caches and build results."""
-    apart = {".git", ".venv", "build", "figures", "__pycache__", ".ipynb_checkpoints",
-             ".pytest_cache", ".ruff_cache"}
+    apart = {
+        ".git",
+        ".venv",
+        "build",
+        "figures",
+        "__pycache__",
+        ".ipynb_checkpoints",
+        ".pytest_cache",
+        ".ruff_cache",
+    }
     for folder, folders, names in os.walk(ROOT):
         folders[:] = [name for name in folders if name not in apart]
         yield from (Path(folder, name) for name in names)
@@ -209,7 +222,9 @@ def test_files_are_small():
 
 
 def test_ruff_and_the_other_checks_before_a_commit():
-    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))[
+        "repos"
+    ]
     commands = [shlex.split(hook["entry"]) for hook in local["hooks"]]
     python = ".venv/bin/python"
     expected = [[python, "-m", "ruff"], [python, "tools/check_size.py"], [python, "-m", "pytest"]]

@@ -21,8 +21,16 @@ MAIN, GLOO = 4973, (4979, 4980)  # thread ids
 
 
 def span(name, ts, dur, tid=MAIN, cat="cpu_op", **args):
-    return {"ph": "X", "cat": cat, "name": name, "pid": 4973, "tid": tid, "ts": BASE + ts,
-            "dur": dur, "args": args}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": 4973,
+        "tid": tid,
+        "ts": BASE + ts,
+        "dur": dur,
+        "args": args,
+    }
 
 
 def cpu_trace(rank=0, world_size=2, steps=3, seed=0):
@@ -91,11 +99,22 @@ def cpu_trace(rank=0, world_size=2, steps=3, seed=0):
     events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": BASE + 9})
     rng.shuffle(events)
     return {
-        "schemaVersion": 1, "host_name": "laptop-of-alice", "traceName": "/tmp/alice/trace.json",
+        "schemaVersion": 1,
+        "host_name": "laptop-of-alice",
+        "traceName": "/tmp/alice/trace.json",
         "distributedInfo": {"backend": "gloo", "rank": rank, "world_size": world_size},
-        "traceEvents": [{"ph": "M", "name": "process_name", "pid": 4973, "tid": 0, "ts": BASE,
-                         "args": {"name": "python3"}}, *events],
-    }  # fmt: skip
+        "traceEvents": [
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": 4973,
+                "tid": 0,
+                "ts": BASE,
+                "args": {"name": "python3"},
+            },
+            *events,
+        ],
+    }
 
 
 def cuda_trace(rank=0, world_size=2, steps=3, seed=0):
@@ -106,12 +125,24 @@ def cuda_trace(rank=0, world_size=2, steps=3, seed=0):
     def launch(name, stream, length, cat="kernel"):
         nonlocal now, number
         number += 1
-        events.append(span("cudaLaunchKernel", now, 3, cat="cuda_runtime", correlation=number,
-                           cbid=211))  # fmt: skip
+        events.append(
+            span("cudaLaunchKernel", now, 3, cat="cuda_runtime", correlation=number, cbid=211)
+        )
         start = max(now + 5, busy[stream])
         busy[stream] = start + length
-        events.append(span(name, start, length, stream, cat, stream=stream, correlation=number,
-                           device=rank, **{"External id": 5, "queued": 0}))  # fmt: skip
+        events.append(
+            span(
+                name,
+                start,
+                length,
+                stream,
+                cat,
+                stream=stream,
+                correlation=number,
+                device=rank,
+                **{"External id": 5, "queued": 0},
+            )
+        )
         now += rng.randrange(5, 30)
 
     for step in range(steps):
@@ -124,8 +155,9 @@ def cuda_trace(rank=0, world_size=2, steps=3, seed=0):
                 )
                 launch(name, 7, rng.randrange(4, 30))
             start = now
-            launch("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevComm*)", 20,
-                   rng.randrange(20, 240))  # fmt: skip
+            launch(
+                "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevComm*)", 20, rng.randrange(20, 240)
+            )
             events.append(span(f"zero1.launch {bucket}", start, now - start, cat="user_annotation"))
         now += 300
         events.append(span(f"ProfilerStep#{step}", begin, now - begin, cat="user_annotation"))
@@ -139,19 +171,40 @@ def cuda_trace(rank=0, world_size=2, steps=3, seed=0):
 def make_record(world_size=2, variant="zero1-overlap", **changes):
     states = {"params": 800, "grads": 400, "opt_state": 1600}
     return {
-        "format": 1, "variant": variant, "title": "ZeRO-1 + overlap", "preset": "tiny",
-        "model": {"name": "mlp", "parameters": 200, "tensors": 4, "dtype": "float32",
-                  "source": "random weights"},
-        "data": {"name": "pairs", "source": "shipped", "examples": 64, "batch_size": 4,
-                 "tokens_per_batch": 128},
-        "backend": "gloo", "device": "cpu", "hardware": "CPU, 2 cores", "world_size": world_size,
-        "link": "none", "steps": 3, "seed": 314, "date": "2025-01-31",
-        "versions": {"torch": "2.13.0"}, "losses": [0.9, 0.8, 0.7], "step_seconds": [0.2, 0.1, 0.1],
+        "format": 1,
+        "variant": variant,
+        "title": "ZeRO-1 + overlap",
+        "preset": "tiny",
+        "model": {
+            "name": "mlp",
+            "parameters": 200,
+            "tensors": 4,
+            "dtype": "float32",
+            "source": "random weights",
+        },
+        "data": {
+            "name": "pairs",
+            "source": "shipped",
+            "examples": 64,
+            "batch_size": 4,
+            "tokens_per_batch": 128,
+        },
+        "backend": "gloo",
+        "device": "cpu",
+        "hardware": "CPU, 2 cores",
+        "world_size": world_size,
+        "link": "none",
+        "steps": 3,
+        "seed": 314,
+        "date": "2025-01-31",
+        "versions": {"torch": "2.13.0"},
+        "losses": [0.9, 0.8, 0.7],
+        "step_seconds": [0.2, 0.1, 0.1],
         "memory": [states | {"counters": 16, "buckets": 200, "peak": 4000, "peak_states": 3000}]
         * world_size,
         "predicted": [dict(states)] * world_size,
         "collectives": [{"op": "all_reduce", "calls": 3, "bytes": 800, "bytes_sent": 800}],
-    } | changes  # fmt: skip
+    } | changes
 
 
 def make_memory(seed=0, rows=200):
@@ -184,11 +237,17 @@ def kernels(trace):
 
 
 def test_outermost_aten_ops_become_compute_kernels():
-    raw = {"traceEvents": [
-        span("aten::linear", 10.4, 20.2), span("aten::mm", 10.4, 9), span("aten::add", 20, 10.6),
-        span("aten::relu", 30.6, 5), span("c10d::allreduce_", 40, 30), span("aten::op", 12, 3, 77),
-        span("autograd::engine::evaluate_function: AccumulateGrad", 90, 500),
-    ]}  # fmt: skip
+    raw = {
+        "traceEvents": [
+            span("aten::linear", 10.4, 20.2),
+            span("aten::mm", 10.4, 9),
+            span("aten::add", 20, 10.6),
+            span("aten::relu", 30.6, 5),
+            span("c10d::allreduce_", 40, 30),
+            span("aten::op", 12, 3, 77),
+            span("autograd::engine::evaluate_function: AccumulateGrad", 90, 500),
+        ]
+    }
     found = [(e["name"], e["ts"], e["dur"]) for e in kernels(lane_view(raw, BASE))]
     # Both ends are rounded: 10.4..30.6 is 10..31, not 10 and a length of 20.
     assert found == [("aten::linear", 10, 21), ("aten::op", 12, 3), ("aten::relu", 31, 5)]
@@ -231,21 +290,31 @@ def test_view_keeps_what_matters_and_nothing_private(make):
 def test_cuda_view_keeps_kernels_with_their_launches():
     raw = cuda_trace()
     view = lane_view(raw, BASE)
-    before = sorted((e["name"], e["args"]["stream"], e["args"]["correlation"], e["ts"] - BASE)
-                    for e in raw["traceEvents"] if e["cat"] in lanes.KERNEL_CATEGORIES)  # fmt: skip
-    after = sorted((e["name"], e["args"]["stream"], e["args"]["correlation"], e["ts"])
-                   for e in kernels(view))  # fmt: skip
+    before = sorted(
+        (e["name"], e["args"]["stream"], e["args"]["correlation"], e["ts"] - BASE)
+        for e in raw["traceEvents"]
+        if e["cat"] in lanes.KERNEL_CATEGORIES
+    )
+    after = sorted(
+        (e["name"], e["args"]["stream"], e["args"]["correlation"], e["ts"]) for e in kernels(view)
+    )
     assert before == after
-    launched = {e["args"]["correlation"] for e in view["traceEvents"]
-                if e.get("cat") == "cuda_runtime"}  # fmt: skip
+    launched = {
+        e["args"]["correlation"] for e in view["traceEvents"] if e.get("cat") == "cuda_runtime"
+    }
     assert launched == {c for _, _, c, _ in after}
     phases = [e["args"].get("phase") for e in kernels(view) if "nccl" in e["name"]]
     assert phases == ["launch 0", "launch 1", "launch 2"] * 3
 
 
 def test_what_began_before_the_base_is_left_out_but_never_a_step():
-    raw = {"traceEvents": [span("aten::early", -5, 9), span("aten::late", 5, 9),
-                           span("ProfilerStep#0", 1, 30, cat="user_annotation")]}  # fmt: skip
+    raw = {
+        "traceEvents": [
+            span("aten::early", -5, 9),
+            span("aten::late", 5, 9),
+            span("ProfilerStep#0", 1, 30, cat="user_annotation"),
+        ]
+    }
     assert [e["name"] for e in kernels(lane_view(raw, BASE))] == ["aten::late"]
     with pytest.raises(ValueError, match="later than the first ProfilerStep"):
         lane_view(raw, BASE + 2)
@@ -269,8 +338,9 @@ def test_round_trip(tmp_path):
     assert run.trace_files == {
         r: str(tmp_path.resolve() / f"trace.rank{r}.json.gz") for r in (0, 1)
     }
-    assert run.caption == ("ZeRO-1 + overlap. CPU, 2 cores · 2 ranks · gloo · no emulated link · "
-                           "tiny · 2025-01-31")  # fmt: skip
+    assert run.caption == (
+        "ZeRO-1 + overlap. CPU, 2 cores · 2 ranks · gloo · no emulated link · tiny · 2025-01-31"
+    )
     saved = gzip.decompress((tmp_path / "raw.rank0.json.gz").read_bytes()).decode()
     assert len(json.loads(saved)["traceEvents"]) == len(raw["traceEvents"])
     assert "train.py(12): train" in saved
@@ -353,90 +423,202 @@ DAMAGES = {
     "not JSON": (overwrite("run.json", lambda data: data[:99]), "run.json", "damaged"),
     "not text": (overwrite("run.json", lambda _: b"\xff\xfe\x00"), "run.json", "damaged"),
     "foreign": (edit("run.json", lambda _: [1, 2]), "run.json", "whole file"),
-    "no field": (edit("run.json", lambda r: r.pop("backend") and None), "run.json",
-                 "backend"),
-    "no inner field": (edit("run.json", lambda r: r["model"].pop("dtype") and None), "run.json",
-                       "model.dtype"),
-    "no field in a list": (edit("run.json", lambda r: r["memory"][1].pop("peak") and None),
-                           "run.json", "memory[1].peak"),
-    "wrong type": (edit("run.json", lambda r: r.update(steps="3")), "run.json",
-                   "steps"),
+    "no field": (edit("run.json", lambda r: r.pop("backend") and None), "run.json", "backend"),
+    "no inner field": (
+        edit("run.json", lambda r: r["model"].pop("dtype") and None),
+        "run.json",
+        "model.dtype",
+    ),
+    "no field in a list": (
+        edit("run.json", lambda r: r["memory"][1].pop("peak") and None),
+        "run.json",
+        "memory[1].peak",
+    ),
+    "wrong type": (edit("run.json", lambda r: r.update(steps="3")), "run.json", "steps"),
     "bool is no number": (edit("run.json", lambda r: r.update(seed=True)), "run.json", "seed"),
     "other format": (edit("run.json", lambda r: r.update(format=2)), "run.json", "format"),
     "no ranks": (edit("run.json", lambda r: r.update(world_size=0)), "run.json", "world_size"),
-    "short list": (edit("run.json", lambda r: r["losses"].pop() and None), "run.json",
-                   "losses"),
+    "short list": (edit("run.json", lambda r: r["losses"].pop() and None), "run.json", "losses"),
     "no trace": (lambda folder: (folder / TRACE).unlink(), TRACE, "missing"),
     "cut trace": (overwrite(TRACE, lambda data: data[:-20]), TRACE, "damaged"),
     "flipped bytes": (overwrite(TRACE, lambda d: d[:60] + bytes(60) + d[120:]), TRACE, "damaged"),
     "trace not JSON": (overwrite(TRACE, lambda _: gzip.compress(b'{"a":')), TRACE, "damaged"),
-    "foreign trace": (edit(TRACE, lambda t: t.pop("distributedInfo") and None), TRACE,
-                      "distributedInfo"),
-    "trace of another rank": (edit(TRACE, lambda t: t["distributedInfo"].update(rank=0)), TRACE,
-                              "distributedInfo.rank"),
-    "no duration": (edit(TRACE, lambda t: t["traceEvents"][-1].pop("dur") and None), TRACE,
-                    ".dur"),
-    "negative time": (edit(TRACE, lambda t: t["traceEvents"][-1].update(ts=-1)), TRACE,
-                      ".ts"),
+    "foreign trace": (
+        edit(TRACE, lambda t: t.pop("distributedInfo") and None),
+        TRACE,
+        "distributedInfo",
+    ),
+    "trace of another rank": (
+        edit(TRACE, lambda t: t["distributedInfo"].update(rank=0)),
+        TRACE,
+        "distributedInfo.rank",
+    ),
+    "no duration": (edit(TRACE, lambda t: t["traceEvents"][-1].pop("dur") and None), TRACE, ".dur"),
+    "negative time": (edit(TRACE, lambda t: t["traceEvents"][-1].update(ts=-1)), TRACE, ".ts"),
     "no steps": (edit(TRACE, lambda t: t.update(traceEvents=kernels(t))), TRACE, "ProfilerStep"),
     "raw trace": (edit(TRACE, lambda t: cpu_trace(1)), TRACE, "traceEvents"),
-    "no memory": (lambda folder: (folder / "memory.rank0.csv.gz").unlink(), "memory.rank0.csv.gz",
-                  "missing"),
+    "no memory": (
+        lambda folder: (folder / "memory.rank0.csv.gz").unlink(),
+        "memory.rank0.csv.gz",
+        "missing",
+    ),
     "no column": (csv("time_us,category\n1,params\n"), "memory.rank0.csv.gz", "delta"),
     "no rows": (csv("time_us,category,delta\n"), "memory.rank0.csv.gz", "field"),
-    "text for bytes": (csv("time_us,category,delta\n1,params,many\n"), "memory.rank0.csv.gz",
-                       "delta"),
+    "text for bytes": (
+        csv("time_us,category,delta\n1,params,many\n"),
+        "memory.rank0.csv.gz",
+        "delta",
+    ),
     "other category": (csv("time_us,category,delta\n1,gold,8\n"), "memory.rank0.csv.gz", "gold"),
-    "back in time": (csv("time_us,category,delta\n2,params,8\n1,params,8\n"),
-                     "memory.rank0.csv.gz", "time_us"),
-    "negative sum": (csv("time_us,category,delta\n1,params,8\n2,params,-9\n"),
-                     "memory.rank0.csv.gz", "delta"),
-    "more bytes than 64 bits": (csv(f"time_us,category,delta\n1,params,{2**63}\n"),
-                                "memory.rank0.csv.gz", "delta"),
-    "a sum that wraps around": (csv("time_us,category,delta\n" + f"1,params,{2**53}\n" * 1030),
-                                "memory.rank0.csv.gz", "delta"),
+    "back in time": (
+        csv("time_us,category,delta\n2,params,8\n1,params,8\n"),
+        "memory.rank0.csv.gz",
+        "time_us",
+    ),
+    "negative sum": (
+        csv("time_us,category,delta\n1,params,8\n2,params,-9\n"),
+        "memory.rank0.csv.gz",
+        "delta",
+    ),
+    "more bytes than 64 bits": (
+        csv(f"time_us,category,delta\n1,params,{2**63}\n"),
+        "memory.rank0.csv.gz",
+        "delta",
+    ),
+    "a sum that wraps around": (
+        csv("time_us,category,delta\n" + f"1,params,{2**53}\n" * 1030),
+        "memory.rank0.csv.gz",
+        "delta",
+    ),
     "an empty file": (overwrite("run.json", lambda _: b""), "run.json", "damaged"),
     "nested too deep": (overwrite("run.json", lambda _: b"[" * 10**6), "run.json", "damaged"),
-    "half a sign": (overwrite("run.json", lambda d: d.replace(b"ZeRO-1", rb"\ud800")), "run.json", "damaged"),
-    "an escape sequence": (edit("run.json", lambda r: r.update(title="\x1b[2J")), "run.json", "title"),
-    "two lines": (edit("run.json", lambda r: r["model"].update(name="a\nb")), "run.json", "model.name"),
-    "a book for a title": (edit("run.json", lambda r: r.update(title="x" * 10**5)), "run.json", "title"),
+    "half a sign": (
+        overwrite("run.json", lambda d: d.replace(b"ZeRO-1", rb"\ud800")),
+        "run.json",
+        "damaged",
+    ),
+    "an escape sequence": (
+        edit("run.json", lambda r: r.update(title="\x1b[2J")),
+        "run.json",
+        "title",
+    ),
+    "two lines": (
+        edit("run.json", lambda r: r["model"].update(name="a\nb")),
+        "run.json",
+        "model.name",
+    ),
+    "a book for a title": (
+        edit("run.json", lambda r: r.update(title="x" * 10**5)),
+        "run.json",
+        "title",
+    ),
     "date": (edit("run.json", lambda r: r.update(date="soon")), "run.json", "date"),
-    "infinite share": (edit("run.json", lambda r: r.update(late_share=INFINITE)), "run.json", "late_share"),
-    "no number": (edit("run.json", lambda r: r["step_seconds"].__setitem__(1, float("nan"))), "run.json",
-                  "step_seconds[1]"),
-    "text for a loss": (edit("run.json", lambda r: r.update(losses=["low"] * 3)), "run.json", "losses[0]"),
-    "null": (edit("run.json", lambda r: r["predicted"].__setitem__(1, None)), "run.json", "predicted[1]"),
-    "negative bytes": (edit("run.json", lambda r: r["memory"][0].update(peak=-1)), "run.json",
-                       "memory[0].peak"),
-    "too many bytes": (edit("run.json", lambda r: r["memory"][0].update(peak=10**30)), "run.json",
-                       "memory[0].peak"),
-    "huge world": (edit("run.json", lambda r: r.update(world_size=10**9)), "run.json", "world_size"),
-    "another world": (edit(TRACE, lambda t: t["distributedInfo"].update(world_size=4)), TRACE,
-                      "distributedInfo.world_size"),
+    "infinite share": (
+        edit("run.json", lambda r: r.update(late_share=INFINITE)),
+        "run.json",
+        "late_share",
+    ),
+    "no number": (
+        edit("run.json", lambda r: r["step_seconds"].__setitem__(1, float("nan"))),
+        "run.json",
+        "step_seconds[1]",
+    ),
+    "text for a loss": (
+        edit("run.json", lambda r: r.update(losses=["low"] * 3)),
+        "run.json",
+        "losses[0]",
+    ),
+    "null": (
+        edit("run.json", lambda r: r["predicted"].__setitem__(1, None)),
+        "run.json",
+        "predicted[1]",
+    ),
+    "negative bytes": (
+        edit("run.json", lambda r: r["memory"][0].update(peak=-1)),
+        "run.json",
+        "memory[0].peak",
+    ),
+    "too many bytes": (
+        edit("run.json", lambda r: r["memory"][0].update(peak=10**30)),
+        "run.json",
+        "memory[0].peak",
+    ),
+    "huge world": (
+        edit("run.json", lambda r: r.update(world_size=10**9)),
+        "run.json",
+        "world_size",
+    ),
+    "another world": (
+        edit(TRACE, lambda t: t["distributedInfo"].update(world_size=4)),
+        TRACE,
+        "distributedInfo.world_size",
+    ),
     "negative length": (edit(TRACE, lambda t: t["traceEvents"][-1].update(dur=-1)), TRACE, ".dur"),
     "endless": (edit(TRACE, lambda t: t["traceEvents"][-1].update(dur=INFINITE)), TRACE, ".dur"),
     "no time": (edit(TRACE, lambda t: t["traceEvents"][-1].update(ts=float("nan"))), TRACE, ".ts"),
-    "text for a stream": (edit(TRACE, lambda t: kernels(t)[0]["args"].update(stream="7")), TRACE, "stream"),
+    "text for a stream": (
+        edit(TRACE, lambda t: kernels(t)[0]["args"].update(stream="7")),
+        TRACE,
+        "stream",
+    ),
     "no name": (edit(TRACE, lambda t: t["traceEvents"][-1].update(name=None)), TRACE, ".name"),
-    "other events": (edit(TRACE, lambda t: t["traceEvents"][-1].update(ph="B")), TRACE, "traceEvents"),
+    "other events": (
+        edit(TRACE, lambda t: t["traceEvents"][-1].update(ph="B")),
+        TRACE,
+        "traceEvents",
+    ),
     "events in no list": (edit(TRACE, lambda t: t.update(traceEvents={})), TRACE, "traceEvents"),
-    "odd steps": (edit(TRACE, lambda t: [e.update(name="ProfilerStep#x") for e in t["traceEvents"]
-                                         if e["name"].startswith("ProfilerStep")] and None), TRACE,
-                  "ProfilerStep"),
-    "a folder": (lambda f: ((f / "run.json").unlink(), (f / "run.json").mkdir()), "run.json", "regular"),
+    "odd steps": (
+        edit(
+            TRACE,
+            lambda t: (
+                [
+                    e.update(name="ProfilerStep#x")
+                    for e in t["traceEvents"]
+                    if e["name"].startswith("ProfilerStep")
+                ]
+                and None
+            ),
+        ),
+        TRACE,
+        "ProfilerStep",
+    ),
+    "a folder": (
+        lambda f: ((f / "run.json").unlink(), (f / "run.json").mkdir()),
+        "run.json",
+        "regular",
+    ),
     "a pipe": (lambda f: ((f / TRACE).unlink(), os.mkfifo(f / TRACE)), TRACE, "regular"),
-    "a link": (lambda f: (f / TRACE).rename(f / "x") and (f / TRACE).symlink_to(f / "x"), TRACE, "link"),
-    "an endless device": (lambda f: ((f / "run.json").unlink(), (f / "run.json").symlink_to("/dev/zero")),
-                          "run.json", "link"),
+    "a link": (
+        lambda f: (f / TRACE).rename(f / "x") and (f / TRACE).symlink_to(f / "x"),
+        TRACE,
+        "link",
+    ),
+    "an endless device": (
+        lambda f: ((f / "run.json").unlink(), (f / "run.json").symlink_to("/dev/zero")),
+        "run.json",
+        "link",
+    ),
     "a large file": (lambda f: os.truncate(f / "run.json", 2**40), "run.json", "too large"),
     "a bomb": (overwrite(TRACE, lambda _: gzip.compress(bytes(2**29), 9)), TRACE, "too large"),
-    "a bomb of values": (overwrite(TRACE, lambda _: gzip.compress(b"[" + b"0," * (files.MOST_VALUES + 1), 1)),
-                         TRACE, "too large"),
-    "a bomb of events": (overwrite(TRACE, lambda _: gzip.compress(
-        b'{"distributedInfo": {"backend": "", "rank": 1, "world_size": 2}, "traceEvents": [' + b"{}," * 10**6
-        + b"{}]}")), TRACE, "traceEvents[0]"),
-}  # fmt: skip
+    "a bomb of values": (
+        overwrite(TRACE, lambda _: gzip.compress(b"[" + b"0," * (files.MOST_VALUES + 1), 1)),
+        TRACE,
+        "too large",
+    ),
+    "a bomb of events": (
+        overwrite(
+            TRACE,
+            lambda _: gzip.compress(
+                b'{"distributedInfo": {"backend": "", "rank": 1, "world_size": 2}, "traceEvents": ['
+                + b"{}," * 10**6
+                + b"{}]}"
+            ),
+        ),
+        TRACE,
+        "traceEvents[0]",
+    ),
+}
 
 
 @pytest.fixture(scope="module")

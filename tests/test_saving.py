@@ -24,7 +24,13 @@ def some_steps(folder, name="zero1.mine", **about):
     return prof
 
 
-NAMES = ['quotes "x" \\', "new\nline", '", "pid": 3, "x": "', "zero1.\x1b[31m\u2028", "zero1." + "long" * 999]
+NAMES = [
+    'quotes "x" \\',
+    "new\nline",
+    '", "pid": 3, "x": "',
+    "zero1.\x1b[31m\u2028",
+    "zero1." + "long" * 999,
+]
 
 
 def odd_names(rank, world_size, folder):
@@ -58,7 +64,9 @@ def failures(rank, world_size, folder):
         some_steps(folder / "kept")
     files.write_atomic = write
     load_run(Path(str(failed.value).split("the run is in ")[1].split(" instead")[0]))
-    assert {path.name: path.read_bytes() for path in (folder / "kept").iterdir() if path.is_file()} == before
+    assert {
+        path.name: path.read_bytes() for path in (folder / "kept").iterdir() if path.is_file()
+    } == before
 
     kept.save(folder / "again")  # what is still in memory can be written once more
     load_run(folder / "again")
@@ -71,7 +79,9 @@ def failures(rank, world_size, folder):
     with pytest.raises(RunError, match="rank 1: .*unread.rank1.json"):
         some_steps(folder / "unread", name)
     if rank == 1:
-        assert 'a "quoted" name' in (folder / "unread" / "unread.rank1.json").read_text(encoding="utf-8")
+        assert 'a "quoted" name' in (folder / "unread" / "unread.rank1.json").read_text(
+            encoding="utf-8"
+        )
 
 
 def test_every_rank_hears_of_a_failure_and_nothing_is_lost(ranks, tmp_path):
@@ -105,16 +115,39 @@ def test_facts_about_person_and_machine_are_not_needed(ranks, tmp_path):
 
 def test_scrub_masks_places_and_never_words():
     private = {
-        "a": ["/Users/alice/x/train.py(7): f", "~/data/pairs.json", "file:///home/data/x.py",
-              "data:/home/data/y.py", "file://node17/home/data/z.py", "~alice/x.py"],
-        "node17": "on node17", "c": "alice@node17.lab.example", "d": "see /etc/hosts and /opt",
-        "e": "/home/zero1 (1)/x.py", "data": "data",
-    }  # fmt: skip
+        "a": [
+            "/Users/alice/x/train.py(7): f",
+            "~/data/pairs.json",
+            "file:///home/data/x.py",
+            "data:/home/data/y.py",
+            "file://node17/home/data/z.py",
+            "~alice/x.py",
+        ],
+        "node17": "on node17",
+        "c": "alice@node17.lab.example",
+        "d": "see /etc/hosts and /opt",
+        "e": "/home/zero1 (1)/x.py",
+        "data": "data",
+    }
     assert runs.scrub(private) == {
         "a": ["train.py(7): f", "pairs.json", "x.py", "data:y.py", "z.py", "x.py"],
-        "node17": "on node17", "c": "-@-", "d": "see hosts and opt", "e": "x.py", "data": "data",
-    }  # fmt: skip
-    public = ["HuggingFaceTB/SmolLM2-360M-Instruct", "https://example.org/a/b", "~5 MB/s",
-              "aten::mm", "malice", 3, None, 0.5, "1 / 2", "a/b/c"]  # fmt: skip
+        "node17": "on node17",
+        "c": "-@-",
+        "d": "see hosts and opt",
+        "e": "x.py",
+        "data": "data",
+    }
+    public = [
+        "HuggingFaceTB/SmolLM2-360M-Instruct",
+        "https://example.org/a/b",
+        "~5 MB/s",
+        "aten::mm",
+        "malice",
+        3,
+        None,
+        0.5,
+        "1 / 2",
+        "a/b/c",
+    ]
     assert runs.scrub(public) == public
     assert json.loads(json.dumps(runs.scrub({"x": "a\x1b[31m\nb"})))["x"].isprintable()

@@ -53,8 +53,11 @@ def backward(variant, rank, world_size, step=0):
 
 
 def forgotten(rank, world_size):
-    for build, call in ((SimpleDDP, "sync_gradients"), (SimpleDDPAsync, "wait_for_gradients"),
-                        (SimpleDDPBucket, "wait_for_gradients")):  # fmt: skip
+    for build, call in (
+        (SimpleDDP, "sync_gradients"),
+        (SimpleDDPAsync, "wait_for_gradients"),
+        (SimpleDDPBucket, "wait_for_gradients"),
+    ):
         for optimizer_of in OPTIMIZERS[:2]:
             model = make(MLP)
             before = copy.deepcopy(model)
@@ -106,7 +109,9 @@ def outside(rank, world_size):
     x, y = data(0, world_size)
     model, weighted = make(MLP), Weighted()
     params = [*model.parameters(), *weighted.parameters()]
-    refused(lambda: SimpleDDPBucketAsync(model, ShardedOptimizer(SGD, params, lr=0.1)), "parameter 8")
+    refused(
+        lambda: SimpleDDPBucketAsync(model, ShardedOptimizer(SGD, params, lr=0.1)), "parameter 8"
+    )
     flat = FlatShardedOptimizer(SGD, params, lr=0.1)
     refused(lambda: SimpleDDPReduceScatter(model, flat), "not in the model")
     wrapped, optimizer = SimpleDDP(model), ZeROOne(SGD(params, lr=0.1))
@@ -185,7 +190,10 @@ def clipped_by_torch(rank, world_size):
                     variant.model.wait_for_gradients()
                 if name in BEHIND or not averaged:
                     refused(lambda: nn.utils.clip_grad_norm_(params, 1.0), "clip.clip_grad_norm_")  # noqa: B023
-                    refused(lambda: [p.grad.norm() for p in params if p.grad is not None], "step_in_backward")  # noqa: B023
+                    refused(
+                        lambda params=params: [p.grad.norm() for p in params if p.grad is not None],
+                        "step_in_backward",
+                    )
             variant.finish()
             assert all(p.grad is None for p in variant.model.parameters())
         scaler = torch.amp.GradScaler("cpu")
@@ -251,7 +259,10 @@ def torn(rank, world_size, folder):
             SGD(reference.parameters(), lr=0.1).step()
             backward(variant, rank, world_size, 1)
             variant.finish()
-            assert max_difference(model, reference) <= 1e-9 and not bits_differ(model), (name, way_out)
+            assert max_difference(model, reference) <= 1e-9 and not bits_differ(model), (
+                name,
+                way_out,
+            )
             model.load_state_dict(good)
 
 

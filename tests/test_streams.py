@@ -69,7 +69,9 @@ def input_is_not_kept():
     real = streams.on_stream
 
     def on_stream(stream, use=()):
-        return real(stream, [t for t in use if t is None or t.numel() == min(u.numel() for u in use)])
+        return real(
+            stream, [t for t in use if t is None or t.numel() == min(u.numel() for u in use)]
+        )
 
     return replaced(flat, "on_stream", on_stream)
 
@@ -80,7 +82,10 @@ def nothing_is_kept():
 
 @contextmanager
 def no_join():
-    with replaced(flat, "join", lambda stream: None), replaced(overlap, "join", lambda stream: None):
+    with (
+        replaced(flat, "join", lambda stream: None),
+        replaced(overlap, "join", lambda stream: None),
+    ):
         yield
 
 
@@ -100,10 +105,19 @@ def no_wait_on_the_way_in():
 
 @pytest.mark.parametrize(
     ("name", "plant"),
-    [("flat", input_is_not_kept), ("flat", nothing_is_kept), ("overlap", nothing_is_kept),
-     ("flat", no_join), ("overlap", no_join), ("flat-after", no_join),
-     ("flat-after", no_wait_on_the_way_in), ("bucket", no_wait_for_nccl), ("overlap", no_wait_for_nccl),
-     ("flat", no_wait_for_nccl), ("flat-lazy", no_wait_for_nccl)],
-)  # fmt: skip
+    [
+        ("flat", input_is_not_kept),
+        ("flat", nothing_is_kept),
+        ("overlap", nothing_is_kept),
+        ("flat", no_join),
+        ("overlap", no_join),
+        ("flat-after", no_join),
+        ("flat-after", no_wait_on_the_way_in),
+        ("bucket", no_wait_for_nccl),
+        ("overlap", no_wait_for_nccl),
+        ("flat", no_wait_for_nccl),
+        ("flat-lazy", no_wait_for_nccl),
+    ],
+)
 def test_a_planted_fault_of_streams_is_found(ranks, name, plant):
     assert all(faults for faults, _ in ranks(train, 2, name, plant))

@@ -20,8 +20,15 @@ from zero1_helpers.training.workload import meta_smol_model
 ROOT = Path(__file__).parent.parent
 PRESETS = ["small", "smollm2-360m"]
 # What this file says of the series' variants; a new one only has to be recorded.
-PARTITIONS = {"ddp": None, "zero1": by_count, "zero1-async": by_count, "zero1-bucket": by_count,
-              "zero1-overlap": by_count, "zero1-balanced": by_bytes, "flat": Flat}  # fmt: skip
+PARTITIONS = {
+    "ddp": None,
+    "zero1": by_count,
+    "zero1-async": by_count,
+    "zero1-bucket": by_count,
+    "zero1-overlap": by_count,
+    "zero1-balanced": by_bytes,
+    "flat": Flat,
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,9 @@ def recorded():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_variant_is_recorded_on_four_ranks(recorded, preset):
-    assert set(recorded[preset]) == set(variants_of(preset)), f"run `make record RECORD_PRESET={preset}`"
+    assert set(recorded[preset]) == set(variants_of(preset)), (
+        f"run `make record RECORD_PRESET={preset}`"
+    )
     for run in recorded[preset].values():
         assert (run.world_size, run.record["steps"]) == (4, 4)
         assert run.record["backend"] == "gloo" and run.record["link"] != "none"
@@ -115,7 +124,9 @@ def test_variants_differ_in_speed_and_not_in_what_they_learn(recorded, preset):
 
 
 def test_a_schedule_names_the_collectives_that_were_used(recorded):
-    flat, overlap = (schedule_diagram(recorded["small"][name]).alt_text for name in ("flat", "zero1-overlap"))
+    flat, overlap = (
+        schedule_diagram(recorded["small"][name]).alt_text for name in ("flat", "zero1-overlap")
+    )
     assert "reduce-scatter" in flat and "all-gather" in flat
     assert "all-reduce" not in flat and "broadcast" not in flat
     assert "all-reduce" in overlap and "broadcast" in overlap and "all-gather" not in overlap
@@ -125,8 +136,9 @@ def test_a_schedule_names_the_collectives_that_were_used(recorded):
 def test_the_posts_order_on_the_emulated_link(recorded, preset):
     """ZeRO-1 exposes more communication than the baseline, each step after it less than the one before."""
     table = results_table(recorded[preset].values())
-    ddp, *falling = table.loc[["ddp", "zero1", "zero1-async", "zero1-bucket", "zero1-overlap"],
-                              "non_compute_pct"]  # fmt: skip
+    ddp, *falling = table.loc[
+        ["ddp", "zero1", "zero1-async", "zero1-bucket", "zero1-overlap"], "non_compute_pct"
+    ]
     assert 14 < ddp < (18 if preset == "small" else 19)  # the post's baseline: 16
     assert ddp < falling[0] and falling == sorted(falling, reverse=True)
     assert table.loc["zero1", "step_s"] > table.loc["ddp", "step_s"]
@@ -142,7 +154,9 @@ def test_without_times_the_table_needs_run_json_alone(recorded):
     runs = recorded["small"].values()
     records = [Run(run.folder, load_record(run.folder), {}, {}) for run in runs]
     whole = results_table(runs)
-    assert results_table(records, times=False).equals(whole.drop(columns=["non_compute_pct", "overlap_pct"]))
+    assert results_table(records, times=False).equals(
+        whole.drop(columns=["non_compute_pct", "overlap_pct"])
+    )
 
 
 def test_the_plan_predicts_the_recorded_steps(recorded):
@@ -152,7 +166,9 @@ def test_the_plan_predicts_the_recorded_steps(recorded):
     compute = step_seconds(runs["ddp"]) * (1 - times["non_compute_pct"].mean() / 100)
     model, preset = runs["ddp"].record["model"], PRESET_SIZES["small"]
     embedding = preset.config["vocab_size"] * preset.config["hidden_size"] / model["parameters"]
-    work = Workload(model["parameters"], compute, "fp32", model["tensors"], preset.bucket_cap_mb, embedding)
+    work = Workload(
+        model["parameters"], compute, "fp32", model["tensors"], preset.bucket_cap_mb, embedding
+    )
     predicted = plan(work, 4, Network(parse_link(runs["ddp"].record["link"])))["step_s"]
     measured = {name: step_seconds(runs[name]) for name in predicted.index}
     assert measured == {name: pytest.approx(s, rel=0.2) for name, s in predicted.items()}

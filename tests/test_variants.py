@@ -21,9 +21,13 @@ from .test_parity import bits_differ, max_difference
 
 # The guide in CONTRIBUTING.md, to the letter: its class where `ddp` is, its line where `variants` is.
 GUIDE = Path(__file__).parent.with_name("CONTRIBUTING.md").read_text(encoding="utf-8")
-CLASS, LINE = (textwrap.dedent(text) for text in re.findall(r"^ *```python\n(.*?)^ *```", GUIDE, re.M | re.S))
+CLASS, LINE = (
+    textwrap.dedent(text) for text in re.findall(r"^ *```python\n(.*?)^ *```", GUIDE, re.M | re.S)
+)
 exec(CLASS, added := dict(vars(ddp)))
-DUMMY = eval(LINE.strip().rstrip(","), {**vars(variants), "OneCollectiveDDP": added["OneCollectiveDDP"]})
+DUMMY = eval(
+    LINE.strip().rstrip(","), {**vars(variants), "OneCollectiveDDP": added["OneCollectiveDDP"]}
+)
 
 
 def equal_to_one_process(rank, world_size, steps=4):
@@ -76,8 +80,11 @@ def test_a_new_variant_is_in_every_figure_page_and_table(folder, tmp_path, monke
     assert planned.loc[DUMMY.name, "exposed_s"] == planned.loc[DUMMY.name, "communication_s"] > 0
     assert draw_all(folder, tmp_path, "light", progress=lambda line: None) == 0
     manifest = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
-    kinds = {entry["file"].split("/")[-1].split(".")[0] for entry in manifest
-             if entry["run"] == f"tiny/{DUMMY.name}"}  # fmt: skip
+    kinds = {
+        entry["file"].split("/")[-1].split(".")[0]
+        for entry in manifest
+        if entry["run"] == f"tiny/{DUMMY.name}"
+    }
     assert kinds == {"memory", "temporal", "overlap", "kernels", "schedule"}
     for entry in manifest:
         if entry["file"].startswith(("tiny/comparison", "tiny/bytes_per_rank")):

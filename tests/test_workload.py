@@ -80,7 +80,9 @@ def test_default_preset(monkeypatch):
 
 
 def test_unknown_preset_is_one_clear_line(monkeypatch):
-    with pytest.raises(ValueError, match="unknown preset 'big': choose one of tiny, small, smollm2-360m$"):
+    with pytest.raises(
+        ValueError, match="unknown preset 'big': choose one of tiny, small, smollm2-360m$"
+    ):
         get_smol_model("big")
     monkeypatch.setenv("ZERO1_PRESET", "huge")
     with pytest.raises(ValueError, match=r"'huge' in \$ZERO1_PRESET: choose one of"):
@@ -110,8 +112,13 @@ def test_tiny_has_the_shape_of_the_family():
     model = get_smol_model("tiny")
     assert type(model) is type(meta_smol_model(SMOL))
     about = describe_model(model)
-    assert about == {"name": "tiny Llama", "parameters": 869_760, "tensors": 39,
-                     "dtype": "float32", "source": "random weights"}  # fmt: skip
+    assert about == {
+        "name": "tiny Llama",
+        "parameters": 869_760,
+        "tensors": 39,
+        "dtype": "float32",
+        "source": "random weights",
+    }
     assert about["tensors"] % 4 != 0
     embedding = model.get_input_embeddings().weight.numel() / about["parameters"]
     assert 0.13 < embedding < 0.17
@@ -221,8 +228,13 @@ def test_order_depends_on_the_seed_alone(tokens):
 
 def test_describe_data(tokens):
     train = tokens["train"].shuffle(seed=314)
-    expected = {"name": "sentence pairs", "source": "zero1_helpers/data/paraphrases.jsonl",
-                "examples": 160, "batch_size": 8, "tokens_per_batch": 8 * 56}  # fmt: skip
+    expected = {
+        "name": "sentence pairs",
+        "source": "zero1_helpers/data/paraphrases.jsonl",
+        "examples": 160,
+        "batch_size": 8,
+        "tokens_per_batch": 8 * 56,
+    }
     assert describe_data(shard_dataset(train, 1, 4)) == expected
     assert describe_data(train, batch_size=2)["tokens_per_batch"] == 2 * 56
 
@@ -371,9 +383,19 @@ def filled_caches(tmp_path):
         for row in rows:
             writer.write(row)
         examples, size = writer.finalize()
-    info = {"config_name": "mrpc", "dataset_name": "glue", "features": rows.features.to_dict(),
-            "splits": {"train": {"name": "train", "num_examples": examples, "num_bytes": size,
-                                 "dataset_name": "glue"}}}  # fmt: skip
+    info = {
+        "config_name": "mrpc",
+        "dataset_name": "glue",
+        "features": rows.features.to_dict(),
+        "splits": {
+            "train": {
+                "name": "train",
+                "num_examples": examples,
+                "num_bytes": size,
+                "dataset_name": "glue",
+            }
+        },
+    }
     (path / "dataset_info.json").write_text(json.dumps(info))
 
 
@@ -393,9 +415,12 @@ def test_a_filled_cache_is_used_without_the_hub(monkeypatch, capsys, filled_cach
     model, tokens = get_smol_model(SMOL), get_dataset(SMOL)
     assert offline == [True] and datasets.config.HF_HUB_OFFLINE is False
     assert describe_model(model) == {
-        "name": "SmolLM2-360M", "parameters": 869_760, "tensors": 39, "dtype": "bfloat16",
+        "name": "SmolLM2-360M",
+        "parameters": 869_760,
+        "tensors": 39,
+        "dtype": "bfloat16",
         "source": f"pretrained {MODEL_NAME}",
-    }  # fmt: skip
+    }
     assert describe_data(tokens["train"])["source"] == "nyu-mll/glue mrpc"
     assert len(tokens["train"]) == 4
     assert "instead of" not in capsys.readouterr().out

@@ -46,7 +46,9 @@ LONG = 12  # lines of code; more are folded
 CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
 MATH = re.compile(r"\$\$(.+?)\$\$|(?<![\\$])\$(?!\s)([^$\n]+?)(?<!\s)\$", re.DOTALL)
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PLAIN = re.compile(r'<span class="(?:n|nx|p|pm|w)">([^<]*)</span>')  # drawn as plain text in both themes
+PLAIN = re.compile(
+    r'<span class="(?:n|nx|p|pm|w)">([^<]*)</span>'
+)  # drawn as plain text in both themes
 CAPTION = re.compile(r"\*([^*].*)\*", re.DOTALL)
 
 
@@ -95,7 +97,9 @@ def folded(code: str, page: str, what: str = "code") -> str:
     lines = len(code.splitlines())
     if lines <= LONG:
         return page
-    return type(page)("<details><summary>{}</summary>{}</details>").format(f"{what}, {lines} lines", page)
+    return type(page)("<details><summary>{}</summary>{}</details>").format(
+        f"{what}, {lines} lines", page
+    )
 
 
 def render(nb, name: str, out: Path) -> Markup:
@@ -163,8 +167,10 @@ def darken(picture: bytes) -> bytes:
     and how much; blend the dark paper with that colour's twin. Pixels far from any paper (letters on a
     bar) and blends of two colours stay as they are.
     """
-    light, dark = ({key: np.array(to_rgb(value)) for key, value in THEMES[theme].items()}
-                   for theme in ("light", "dark"))  # fmt: skip
+    light, dark = (
+        {key: np.array(to_rgb(value)) for key, value in THEMES[theme].items()}
+        for theme in ("light", "dark")
+    )
     twins = [(light[key], dark[key]) for key in ("ink", "muted", "rule")] + [
         (np.zeros(3), dark["ink"])
     ]
@@ -201,7 +207,10 @@ def explorers(runs: dict[str, Run], variants, out: Path) -> Markup:
                 write_atomic(out / page, trace_html(run).encode())
             preset, _, folder = name.rpartition("/")
             timelines = f"{address(f'figures/{preset}/timelines.html')}#{address(folder)}"
-            for what, where in (("trace of all ranks", address(page)), ("memory timeline", timelines)):
+            for what, where in (
+                ("trace of all ranks", address(page)),
+                ("memory timeline", timelines),
+            ):
                 box = '<details data-page="{}"><summary>{}, {}: {}</summary></details>'
                 boxes.append(Markup(box).format(where, run.title, preset, what))
     if not boxes:
@@ -242,7 +251,8 @@ def page(title: str, body: Markup, nav: Markup) -> bytes:
     styles = {"light": HtmlFormatter(style="default"), "dark": HtmlFormatter(style="github-dark")}
     unused = re.compile(r"background: [^;]+;|^pre .*|^td.*|^span.*", re.MULTILINE)
     parts = {
-        name: Markup(unused.sub("", style.get_style_defs(".highlight"))) for name, style in styles.items()
+        name: Markup(unused.sub("", style.get_style_defs(".highlight")))
+        for name, style in styles.items()
     }
     body = Markup(PLAIN.sub(r"\1", body))
     return render_page("post.html", folder=HERE, title=title, body=body, nav=nav, **parts).encode()

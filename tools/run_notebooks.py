@@ -77,8 +77,10 @@ def check_paths(nb, name):
     for index, cell in enumerate(nb.cells):
         for output in cell.get("outputs", []):
             if match := next(filter(None, map(pattern.search, texts(output))), None):
-                raise NotebookFailed(f"{name}, cell {index}: an output shows the path {match[0]}; "
-                                     "print a path relative to the project instead")
+                raise NotebookFailed(
+                    f"{name}, cell {index}: an output shows the path {match[0]}; "
+                    "print a path relative to the project instead"
+                )
 
 
 def execute(nb, name, folder=NOTEBOOKS, ranks=None, timeout=600, progress=lambda cell, cells: None):
@@ -99,11 +101,19 @@ def execute(nb, name, folder=NOTEBOOKS, ranks=None, timeout=600, progress=lambda
         current = cell_index
         progress(cell_index + 1, len(nb.cells))
 
-    client = NotebookClient(nb, kernel_name=KERNEL["name"], timeout=timeout, record_timing=False,
-                            store_widget_state=False, on_cell_start=start,
-                            extra_arguments=["--log-level=CRITICAL",  # its own log, not cells
-                                             f"--ClusterMagics.timeout={0.95 * timeout:g}"],
-                            resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        nb,
+        kernel_name=KERNEL["name"],
+        timeout=timeout,
+        record_timing=False,
+        store_widget_state=False,
+        on_cell_start=start,
+        extra_arguments=[
+            "--log-level=CRITICAL",  # its own log, not cells
+            f"--ClusterMagics.timeout={0.95 * timeout:g}",
+        ],
+        resources={"metadata": {"path": str(folder)}},
+    )
     try:
         client.execute()  # ends the kernel on every way out, Ctrl-C included
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
@@ -156,8 +166,10 @@ def main(argv=None):
     parser.add_argument("--timeout", type=int, default=600, help="seconds per cell")
     args = parser.parse_args(argv)
     if not __debug__ or os.environ.get("PYTHONOPTIMIZE"):
-        parser.error("assertions are switched off (python -O or PYTHONOPTIMIZE), so the notebooks would "
-                     "check nothing; unset PYTHONOPTIMIZE")
+        parser.error(
+            "assertions are switched off (python -O or PYTHONOPTIMIZE), so the notebooks would "
+            "check nothing; unset PYTHONOPTIMIZE"
+        )
     if args.in_place and args.ranks:
         parser.error("--ranks changes the cells, so it goes with --out only")
 
@@ -170,6 +182,7 @@ def main(argv=None):
     begin = time.monotonic()
     tty = sys.stdout.isatty()
     for number, name in enumerate(names, 1):
+
         def progress(cell, cells, number=number, name=name):
             minutes, seconds = divmod(int(time.monotonic() - begin), 60)
             line = f"[{number}/{len(names)}] {name:<27}cell {cell:>2}/{cells}"

@@ -112,7 +112,11 @@ def as_flat(params: Sequence[Tensor]) -> Tensor:
     with `parameters_as_bucket_view`). While they are moved they exist twice.
     """
     *offsets, numel = accumulate((p.numel() for p in params), initial=0)
-    if len(params) == 1 and is_dense(params[0]) and params[0].untyped_storage().nbytes() == params[0].nbytes:
+    if (
+        len(params) == 1
+        and is_dense(params[0])
+        and params[0].untyped_storage().nbytes() == params[0].nbytes
+    ):
         return params[0].detach().as_strided((numel,), (1,))
     flat = home(next((p for p in params if p.numel()), params[0]))
     if flat.shape != (numel,) or not all(

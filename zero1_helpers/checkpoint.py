@@ -61,7 +61,9 @@ def save_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer, extr
     FileExistsError. A step that is torn (backward raised) is not saved: RuntimeError.
     """
     there = Path(folder, ".metadata").exists()
-    together(FileExistsError(f"there is a checkpoint in {folder} already") if there else None, optimizer)
+    together(
+        FileExistsError(f"there is a checkpoint in {folder} already") if there else None, optimizer
+    )
     module = _bare(model)
     torn = next((why for wrapper in _wrappers(module) if (why := wrapper.torn())), None)
     together(RuntimeError(why) if (why := torn) else None, optimizer)
@@ -85,7 +87,9 @@ def save_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer, extr
     shares |= dict.fromkeys(buffers & set(shares), 0)
     together(_failure(save_weights, folder, weights, shares, rank, ranks), optimizer)
     writer = dcp.FileSystemWriter(folder, overwrite=False)
-    dcp.save(values, storage_writer=writer, planner=Writer(pieces), process_group=group_of(optimizer))
+    dcp.save(
+        values, storage_writer=writer, planner=Writer(pieces), process_group=group_of(optimizer)
+    )
 
 
 def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer, cast: bool = False):
@@ -107,7 +111,9 @@ def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer, cast
     values = {"about": None, "extra": None}
     load_dcp(values, reader, {}, group)
     about, extra = values["about"], values["extra"]
-    if not isinstance(about, dict) or not {"optimizer", "groups", "strides", "dtypes"} <= set(about):
+    if not isinstance(about, dict) or not {"optimizer", "groups", "strides", "dtypes"} <= set(
+        about
+    ):
         raise ValueError(f"{folder} is a checkpoint of another program")  # the same on all ranks
     shard, weights = shard_of(module, optimizer), {}
     error = _failure(lambda: weights.update(load_weights(folder)))
@@ -173,7 +179,9 @@ def _give(optimizer, pieces, groups, entries, cast: bool) -> None:
         numbers, saved = {p: i for i, p in enumerate(shown)}, []
         for group, settings in zip(inner.param_groups, groups, strict=True):
             kernels = {key: group[key] for key in KERNELS if key in group}
-            saved.append(group | settings | kernels | {"params": [numbers[p] for p in group["params"]]})
+            saved.append(
+                group | settings | kernels | {"params": [numbers[p] for p in group["params"]]}
+            )
         state = {numbers[p]: entry for p, entry in entries.items()}
         inner.load_state_dict({"state": state, "param_groups": saved})
         for p, entry in entries.items() if not cast else ():
@@ -186,7 +194,9 @@ def _give(optimizer, pieces, groups, entries, cast: bool) -> None:
 def _bare(model: nn.Module) -> nn.Module:
     """Out of a wrapper, out of torch.compile."""
     while isinstance(model, WRAPPERS):
-        model = model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model.module
+        model = (
+            model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model.module
+        )
     return model
 
 
@@ -198,9 +208,11 @@ def _about(module: nn.Module, optimizer) -> dict:
         "groups": [g | {"params": [names[p] for p in g["params"]]} for g in optimizer.param_groups],
         "strides": {name: strides_of(p) for p, name in names.items()},
         "dtypes": {names[p]: str(dtype) for p, dtype in of_state.items()},
-        "model": {k: [list(v.shape), str(v.dtype)] if isinstance(v, Tensor) else None
-                  for k, v in module.state_dict().items()},
-    }  # fmt: skip
+        "model": {
+            k: [list(v.shape), str(v.dtype)] if isinstance(v, Tensor) else None
+            for k, v in module.state_dict().items()
+        },
+    }
 
 
 def _state_dtypes(optimizer) -> dict[Tensor, torch.dtype]:
@@ -210,11 +222,15 @@ def _state_dtypes(optimizer) -> dict[Tensor, torch.dtype]:
     return {p: p.dtype for group in optimizer.param_groups for p in group["params"]}
 
 
-def _difference(weights, stored, about: dict, module: nn.Module, optimizer, cast: bool) -> ValueError | None:
+def _difference(
+    weights, stored, about: dict, module: nn.Module, optimizer, cast: bool
+) -> ValueError | None:
     """What keeps this checkpoint from being that of this model and optimizer."""
     here = _about(module, optimizer)
     if about["optimizer"] != here["optimizer"]:
-        return ValueError(f"the checkpoint is of {about['optimizer']}, the optimizer is {here['optimizer']}")
+        return ValueError(
+            f"the checkpoint is of {about['optimizer']}, the optimizer is {here['optimizer']}"
+        )
     mine, saved = here["model"], {k[6:]: None for k in stored if k.startswith("model/")}
     saved |= {key: [list(t.shape), str(t.dtype)] for key, t in weights.items()}
     for name in [*mine, *saved]:
@@ -228,7 +244,9 @@ def _difference(weights, stored, about: dict, module: nn.Module, optimizer, cast
             return ValueError(_other_dtype(f"the state of {name}", about["dtypes"][name], dtype))
     for name, strides in here["strides"].items():
         if about["strides"][name] != strides:
-            return ValueError(f"{name} has another order in memory than in the checkpoint (channels-last?)")
+            return ValueError(
+                f"{name} has another order in memory than in the checkpoint (channels-last?)"
+            )
     groups = [[group["params"] for group in which["groups"]] for which in (about, here)]
     if groups[0] != groups[1]:
         sizes = [[len(params) for params in which] for which in groups]

@@ -33,25 +33,40 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 INDEX = "model.safetensors.index.json"
 IN_AN_INDEX = {  # all that DCP's index is made of
-    "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
+    "torch": {
+        "Size",
+        *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
+    },
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"},
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
-}  # fmt: skip
+}
 
 
 # Weights
 
 
-def save_weights(folder, tensors: Mapping[str, Tensor], owner_of: Mapping[str, int], rank: int, ranks: int):
+def save_weights(
+    folder, tensors: Mapping[str, Tensor], owner_of: Mapping[str, int], rank: int, ranks: int
+):
     """Write the tensors that this rank owns to a file of its own; rank 0 also the index of all files."""
     os.makedirs(folder, exist_ok=True)
     names = [f"model-{r + 1:05}-of-{ranks:05}.safetensors" for r in range(ranks)]
-    mine = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for n, t in tensors.items() if owner_of[n] == rank}  # fmt: skip
+    mine = {
+        n: t.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for n, t in tensors.items()
+        if owner_of[n] == rank
+    }
     save_file(mine, Path(folder, names[rank]), {"format": "pt"})
     if rank == 0:
         size = sum(t.nbytes for t in tensors.values())
@@ -68,7 +83,9 @@ def load_weights(folder: str | os.PathLike) -> dict[str, Tensor]:
         if file != Path(file).name:
             raise ValueError(f"{INDEX} in {folder} names {file}, a file outside of the checkpoint")
         with safe_open(Path(folder, file), "pt") as weights:
-            found |= {name: weights.get_tensor(name) for name in weights.keys() if where.get(name) == file}  # noqa: SIM118
+            found |= {
+                name: weights.get_tensor(name) for name in weights.keys() if where.get(name) == file
+            }  # noqa: SIM118
     if missing := sorted(set(where) - set(found)):
         raise ValueError(f"{missing[0]} is in the index of {folder}, and in none of its files")
     return found
@@ -104,7 +121,9 @@ class DataReader(dcp.FileSystemReader):
             metadata.storage_meta.load_id = self.load_id
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"{path} is no index of a checkpoint ({reason}), and is not loaded") from error
+            raise ValueError(
+                f"{path} is no index of a checkpoint ({reason}), and is not loaded"
+            ) from error
         return metadata
 
 
@@ -154,7 +173,9 @@ class Piece:
         about = TensorWriteData(
             self.chunk, TensorProperties.create_from_tensor(self.row), torch.Size([self.total])
         )
-        return WriteItem(MetadataIndex(path, self.chunk.offsets), WriteItemType.SHARD, tensor_data=about)
+        return WriteItem(
+            MetadataIndex(path, self.chunk.offsets), WriteItemType.SHARD, tensor_data=about
+        )
 
 
 class Writer(dcp.DefaultSavePlanner):
@@ -170,7 +191,9 @@ class Writer(dcp.DefaultSavePlanner):
         return replace(plan, items=[*plan.items, *items])
 
     def lookup_object(self, index):
-        return self.pieces[index.fqn].row if index.fqn in self.pieces else super().lookup_object(index)
+        return (
+            self.pieces[index.fqn].row if index.fqn in self.pieces else super().lookup_object(index)
+        )
 
 
 class Reader(dcp.DefaultLoadPlanner):
@@ -182,12 +205,17 @@ class Reader(dcp.DefaultLoadPlanner):
 
     def create_local_plan(self):
         plan, stored = super().create_local_plan(), self.metadata.state_dict_metadata
-        items = [item for path, piece in self.pieces.items()
-                 for item in create_read_items_for_chunk_list(path, stored[path], [piece.chunk])]  # fmt: skip
+        items = [
+            item
+            for path, piece in self.pieces.items()
+            for item in create_read_items_for_chunk_list(path, stored[path], [piece.chunk])
+        ]
         return replace(plan, items=[*plan.items, *items])
 
     def lookup_tensor(self, index):
-        return self.pieces[index.fqn].row if index.fqn in self.pieces else super().lookup_tensor(index)
+        return (
+            self.pieces[index.fqn].row if index.fqn in self.pieces else super().lookup_tensor(index)
+        )
 
     def load_bytes(self, read_item, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

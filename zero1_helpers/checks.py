@@ -17,8 +17,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero1_helpers.collectives import all_take_part
 
 CHUNK = 2**20  # elements that a checksum is made of at a time
-SENT_AS_THEY_ARE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-                    torch.int8, torch.uint8, torch.bool}  # fmt: skip
+SENT_AS_THEY_ARE = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
 
 TORN = (
     "the last backward did not come to its end, so this step is torn: some gradients are on their way or "
@@ -56,7 +65,9 @@ def check_plain(tensors: Iterable[tuple[str, Tensor]]) -> None:
 def check_model(model: nn.Module, wrapper_class: type) -> None:
     """Raise ValueError unless a model can be wrapped, RuntimeError if there are no ranks yet."""
     if not dist.is_initialized():
-        raise RuntimeError("no process group: run %dist_init, or torch.distributed.init_process_group")
+        raise RuntimeError(
+            "no process group: run %dist_init, or torch.distributed.init_process_group"
+        )
     for name, part in model.named_modules():
         if isinstance(part, wrapper_class | nn.parallel.DistributedDataParallel):
             which = f"{name} of the model" if name else "the model"
@@ -78,7 +89,9 @@ def checksum(t: Tensor) -> Tensor:
     for a in range(0, flat.numel(), CHUNK):
         data = flat[a : a + CHUNK].contiguous().view(torch.uint8).long() + 1
         places = torch.arange(a, a + data.numel(), device=t.device)
-        sums = (sums * 1_000_003 + (data * ((places * 2_654_435_761) % 2_147_483_647)).sum()) % 2**61
+        sums = (
+            sums * 1_000_003 + (data * ((places * 2_654_435_761) % 2_147_483_647)).sum()
+        ) % 2**61
     return sums
 
 
@@ -111,7 +124,9 @@ def broadcast(t: Tensor, owner: int, process_group=None) -> None:
 def check_same_structure(model: nn.Module, process_group=None) -> None:
     """Raise ValueError on every rank unless names, shapes, strides, dtypes and frozen parts are equal."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    text = repr([(n, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for n, t in tensors])
+    text = repr(
+        [(n, tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for n, t in tensors]
+    )
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     device = tensors[0][1].device if tensors else "cpu"
     highest = torch.tensor([number, -number], dtype=torch.int64, device=device)
@@ -166,7 +181,9 @@ def members(process_group) -> set[int]:
 
 # One wrapper for each parameter
 
-_watchers = WeakIdKeyDictionary()  # parameter -> weak references to the wrappers that average its gradient
+_watchers = (
+    WeakIdKeyDictionary()
+)  # parameter -> weak references to the wrappers that average its gradient
 
 
 def watchers_of(p: Tensor) -> list:
@@ -178,7 +195,9 @@ def check_covered(names: dict[Tensor, str], optimizer_params: Sequence[Tensor]) 
     held = set(optimizer_params)
     for p, name in names.items():
         if p not in held:
-            raise ValueError(f"parameter {name} is not in the optimizer; make it from the same model")
+            raise ValueError(
+                f"parameter {name} is not in the optimizer; make it from the same model"
+            )
     for i, p in enumerate(optimizer_params):
         if p.requires_grad and p not in names:
             raise ValueError(
@@ -195,7 +214,9 @@ def check_pair(model: nn.Module, group, in_buckets: Sequence[Tensor], optimizers
     held = set(in_buckets)
     for name, p in model.named_parameters():
         if p in held and not p.requires_grad:
-            raise ValueError(f"parameter {name} is in a bucket and frozen; make the optimizer again")
+            raise ValueError(
+                f"parameter {name} is in a bucket and frozen; make the optimizer again"
+            )
 
 
 def check_real(params: Sequence[Tensor]) -> None:
@@ -229,7 +250,10 @@ def watch(wrapper, names: dict[Tensor, str]) -> None:
                 "module that holds both, such as nn.ModuleList, or call remove() on the other wrapper first"
             )
     for p in names:
-        _watchers[p] = [*(ref for ref in _watchers.get(p, ()) if ref() is not None), weakref.ref(wrapper)]
+        _watchers[p] = [
+            *(ref for ref in _watchers.get(p, ()) if ref() is not None),
+            weakref.ref(wrapper),
+        ]
 
 
 def unwatch(wrapper) -> None:

@@ -47,9 +47,7 @@ def parse(argv):
 
     record = commands.add_parser("record", help="train one variant under the profiler, write a run")
     record.add_argument("--variant", required=True, help="ddp, zero1, zero1-async, …")
-    record.add_argument(
-        "--preset", default="small", help="tiny, small (default) or smollm2-360m"
-    )
+    record.add_argument("--preset", default="small", help="tiny, small (default) or smollm2-360m")
     record.add_argument(
         "--ranks", type=whole(1, 1024), default=4, help="processes to start (default: %(default)s)"
     )
@@ -57,7 +55,9 @@ def parse(argv):
         "--steps", type=whole(1, 10**6), default=4, help="steps to record (default: %(default)s)"
     )
     record.add_argument(
-        "--batch-size", type=whole(1, 10**6), help="examples per rank and step (default: the preset's)"
+        "--batch-size",
+        type=whole(1, 10**6),
+        help="examples per rank and step (default: the preset's)",
     )
     record.add_argument(
         "--link",
@@ -75,8 +75,12 @@ def parse(argv):
     figures.add_argument("--out", default=Path("figures"), type=Path)
     figures.add_argument("--theme", default="both", help="light, dark or both (default)")
     figures.add_argument("--format", default="svg,png,html", help="any of %(default)s")
-    figures.add_argument("--only", default="*", metavar="GLOB",
-                         help="kinds (memory,comparison), presets, runs, or paths of figures")  # fmt: skip
+    figures.add_argument(
+        "--only",
+        default="*",
+        metavar="GLOB",
+        help="kinds (memory,comparison), presets, runs, or paths of figures",
+    )
     figures.add_argument("--against", type=Path, help="a second set of runs, to compare with")
     figures.set_defaults(run=run_figures)
 
@@ -97,19 +101,34 @@ def parse(argv):
     export.set_defaults(run=run_export_trace)
 
     plan = commands.add_parser("plan", help="memory, traffic and exposed communication, on paper")
-    plan.add_argument("--params", required=True, type=amount(1, 1e18), help="number of parameters, as 7.5e9")
+    plan.add_argument(
+        "--params", required=True, type=amount(1, 1e18), help="number of parameters, as 7.5e9"
+    )
     plan.add_argument("--ranks", required=True, type=whole(1, 10**7))
-    plan.add_argument("--link", required=True, help="inside a node: a preset or a rate, as nvlink or 100GB/s")
-    plan.add_argument("--between", help="between nodes, the same; without it all ranks share one node")
+    plan.add_argument(
+        "--link", required=True, help="inside a node: a preset or a rate, as nvlink or 100GB/s"
+    )
+    plan.add_argument(
+        "--between", help="between nodes, the same; without it all ranks share one node"
+    )
     plan.add_argument(
         "--node", type=whole(1, 10**7), default=8, help="ranks of a node (default: %(default)s)"
     )
-    plan.add_argument("--recipe", default="mixed", help="mixed (default), bf16, fp32, mixed-fp32-grads")
     plan.add_argument(
-        "--tokens", type=amount(0, 1e15), default=8192, help="per rank and step (default: %(default)s)"
+        "--recipe", default="mixed", help="mixed (default), bf16, fp32, mixed-fp32-grads"
     )
-    plan.add_argument("--flops", type=amount(1, 1e30), default=4e14,
-                      help="a rank's, per second (default: 4e14, 40%% of an H100's bf16)")  # fmt: skip
+    plan.add_argument(
+        "--tokens",
+        type=amount(0, 1e15),
+        default=8192,
+        help="per rank and step (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--flops",
+        type=amount(1, 1e30),
+        default=4e14,
+        help="a rank's, per second (default: 4e14, 40%% of an H100's bf16)",
+    )
     plan.add_argument("--tensors", type=whole(1, 10**9), default=300, help="default: %(default)s")
     plan.set_defaults(run=run_plan)
 
@@ -136,9 +155,11 @@ def run_record(args) -> int:
         with torchruns_group():
             record_on_link(*what)
         return 0
-    if args.out.exists() and not (args.out / "run.json").exists() and set(args.out.iterdir()) - {
-        new_files(args.out)
-    }:
+    if (
+        args.out.exists()
+        and not (args.out / "run.json").exists()
+        and set(args.out.iterdir()) - {new_files(args.out)}
+    ):
         raise ValueError(f"{args.out} is not a run, and not empty; name another folder")
     args.out.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
@@ -187,7 +208,9 @@ def view(args, server) -> None:
 
     browser = contextlib.nullcontext() if args.no_browser else opened_in_a_browser(server.address)
     with server, contextlib.suppress(KeyboardInterrupt):
-        say(f"{one_printable_line(str(args.folder))} in Perfetto (Ctrl-C ends it): {server.address}")
+        say(
+            f"{one_printable_line(str(args.folder))} in Perfetto (Ctrl-C ends it): {server.address}"
+        )
         with browser:
             server.serve_forever()
 

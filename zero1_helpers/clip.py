@@ -21,7 +21,9 @@ from zero1_helpers.zero import ZeROOne
 
 
 @torch.no_grad()
-def clip_grad_norm_(optimizer: ZeROOne | FlatShardedOptimizer, max_norm: float, norm_type: float = 2.0):
+def clip_grad_norm_(
+    optimizer: ZeROOne | FlatShardedOptimizer, max_norm: float, norm_type: float = 2.0
+):
     """Scale the gradients so that their norm, over all parameters and ranks, is at most `max_norm`.
 
     Between `wait_for_gradients()` (or `sync_gradients()`) and `step()`; returns the norm before, the same
@@ -76,7 +78,9 @@ def _need(gradients: list) -> None:
 
 
 def scaler_step(
-    scaler: torch.amp.GradScaler, optimizer: ZeROOne | FlatShardedOptimizer, max_norm: float | None = None
+    scaler: torch.amp.GradScaler,
+    optimizer: ZeROOne | FlatShardedOptimizer,
+    max_norm: float | None = None,
 ) -> None:
     """`scaler.step(optimizer)`: a step that all ranks skip if any of them found an inf or a nan.
 

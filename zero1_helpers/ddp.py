@@ -49,8 +49,14 @@ class SimpleDDP(nn.Module):
     has_hooks = False  # do its hooks take gradients away?
     _in_backward = False  # a backward that they follow began, and has not come to its end
 
-    def __init__(self, model: nn.Module, *, process_group=None, broadcast_parameters=False,
-                 broadcast_buffers=True):  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        process_group=None,
+        broadcast_parameters=False,
+        broadcast_buffers=True,
+    ):
         super().__init__()
         check_model(model, SimpleDDP)
         self.module = model
@@ -99,7 +105,9 @@ class SimpleDDP(nn.Module):
             used = torch.tensor(used_here, dtype=torch.int32, device=params[0].device)
             announce("buckets", [used])
             with all_take_part():
-                dist.all_reduce(used, group=self.process_group)  # on how many ranks, for each parameter
+                dist.all_reduce(
+                    used, group=self.process_group
+                )  # on how many ranks, for each parameter
             # What is used here is used somewhere: no need to read the answer back from the device.
             used = used_here if all(used_here) else used.tolist()
             for p, used_somewhere in zip(params, used, strict=True):

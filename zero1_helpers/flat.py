@@ -59,8 +59,16 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
     `Arriving`. Every second: backward, two thirds of computing, has the reduce-scatters to hide as well.
     """
 
-    def __init__(self, model, zero1_optimizer: "FlatShardedOptimizer", *, lag: int = 1,
-                 step_in_backward: bool = True, lazy_gather: bool = False, **kwargs):  # fmt: skip
+    def __init__(
+        self,
+        model,
+        zero1_optimizer: "FlatShardedOptimizer",
+        *,
+        lag: int = 1,
+        step_in_backward: bool = True,
+        lazy_gather: bool = False,
+        **kwargs,
+    ):
         if lag < 0:
             raise ValueError(f"lag is a number of buckets, 0 or more, not {lag}")
         self.zero1_optimizer, self.lag = zero1_optimizer, lag
@@ -74,7 +82,9 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
 
     def _plan(self, params: list[Tensor]) -> list[FlatBucket]:
         place = {p: i for i, p in enumerate(reversed(params))}  # weights stay where they lie
-        buckets = sorted(self.zero1_optimizer.buckets, key=lambda b: max(place[p] for p in b.params))
+        buckets = sorted(
+            self.zero1_optimizer.buckets, key=lambda b: max(place[p] for p in b.params)
+        )
         for index, bucket in enumerate(buckets):
             bucket.index = index
         return buckets
@@ -82,7 +92,8 @@ class SimpleDDPReduceScatter(SimpleDDPBucket):
     def forward(self, *args, **kwargs):
         self._check_not_open()
         if any(
-            b.mine is not None or b.is_ahead or (b.gather and not self.lazy_gather) for b in self.buckets
+            b.mine is not None or b.is_ahead or (b.gather and not self.lazy_gather)
+            for b in self.buckets
         ):
             raise RuntimeError(
                 "forward before the parameters have arrived; call wait_for_broadcasts() first, "
@@ -188,10 +199,18 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
     `state[piece]["master_param"]`; `reduce_dtype` sums the gradients in another dtype. See above for both.
     """
 
-    def __init__(self, optimizer_cls: type[torch.optim.Optimizer], model: nn.Module | Iterable,
-                 bucket_cap_mb: float = 25, *, first_bucket_mb: float = 1,
-                 master_weights: bool | torch.dtype = False, reduce_dtype: torch.dtype | None = None,
-                 process_group=None, **optimizer_kwargs):  # fmt: skip
+    def __init__(
+        self,
+        optimizer_cls: type[torch.optim.Optimizer],
+        model: nn.Module | Iterable,
+        bucket_cap_mb: float = 25,
+        *,
+        first_bucket_mb: float = 1,
+        master_weights: bool | torch.dtype = False,
+        reduce_dtype: torch.dtype | None = None,
+        process_group=None,
+        **optimizer_kwargs,
+    ):
         if bucket_cap_mb < 0 or first_bucket_mb < 0:
             raise ValueError(f"bucket_cap_mb is a size in MiB, 0 or more, not {bucket_cap_mb}")
         check_optimizer(optimizer_cls, groups := as_groups(model), optimizer_kwargs, "in pieces")
@@ -199,7 +218,10 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
         master_dtype = torch.float32 if master_weights is True else master_weights or None
         self.partition = Flat(bucket_cap_mb, first_bucket_mb, master_dtype, reduce_dtype)
         self.process_group, self.wrapper = process_group, None
-        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.rank, self.world_size = (
+            dist.get_rank(process_group),
+            dist.get_world_size(process_group),
+        )
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         self.buckets: list[FlatBucket] = []
@@ -211,7 +233,9 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def planned(self) -> list[Tensor]:
-        return [p for bucket in self.buckets for p in bucket.params]  # these have a place in a bucket
+        return [
+            p for bucket in self.buckets for p in bucket.params
+        ]  # these have a place in a bucket
 
     @torch.no_grad()
     def _plan_new_parameters(self) -> None:
@@ -221,8 +245,12 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
         check_real(self.params)
         for group in self.partition.buckets(new):
             params, index = [new[i] for i in group], len(self.buckets)
-            self.buckets.append(FlatBucket(params, index, self.rank, self.world_size, self.partition))
-        self._take_state({p: self.state.pop(p) for p in new if p in self.state})  # Adagrad has it already
+            self.buckets.append(
+                FlatBucket(params, index, self.rank, self.world_size, self.partition)
+            )
+        self._take_state(
+            {p: self.state.pop(p) for p in new if p in self.state}
+        )  # Adagrad has it already
 
     def add_param_group(self, param_group: dict) -> None:
         """New parameters get new buckets; wrap the model again, for the wrapper to watch them."""
@@ -239,7 +267,9 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
                 self.optimizer.step()
             bucket.take_step()
             if bucket.has_master:
-                for piece in pieces.values():  # after the step, for Adam begins where there is no entry
+                for (
+                    piece
+                ) in pieces.values():  # after the step, for Adam begins where there is no entry
                     self.state[piece].setdefault(MASTER, piece.detach())
 
     def gather_bucket(self, bucket: FlatBucket) -> None:
@@ -254,7 +284,9 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.wrapper is None:
-            raise RuntimeError("gradients come from SimpleDDPReduceScatter(model, optimizer); wrap the model")
+            raise RuntimeError(
+                "gradients come from SimpleDDPReduceScatter(model, optimizer); wrap the model"
+            )
         self.wrapper.wait_for_gradients()
         self.wrapper.step_remaining()
         self.wrapper.wait_for_broadcasts()
@@ -291,7 +323,9 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
         for group, kernel in zip(self.param_groups, kernels, strict=True):
             group.update(kernel)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        self._take_state({p: state_dict["state"].get(i) for i, p in zip(ids, self.params, strict=True)})
+        self._take_state(
+            {p: state_dict["state"].get(i) for i, p in zip(ids, self.params, strict=True)}
+        )
 
     def _take_state(self, entries: dict[Tensor, dict | None]) -> None:
         for bucket in self.buckets:

@@ -40,7 +40,9 @@ class FlatGradients:
     So -0.0 arrives there if no rank had a gradient, and only then.
     """
 
-    def __init__(self, params: list[Tensor], index: int, rank: int, world_size: int, partition: Flat):
+    def __init__(
+        self, params: list[Tensor], index: int, rank: int, world_size: int, partition: Flat
+    ):
         self.params, self.index = params, index
         self.layout = FlatLayout.of(params, rank, world_size)
         self.device, self.first_divisor = params[0].device, 2 ** (world_size - 1).bit_length()
@@ -65,7 +67,9 @@ class FlatGradients:
         grad, p.grad = p.grad.detach(), self.taken[p]
         if grad.layout != torch.strided:
             dense(grad, name)  # raises
-        alone = grad.shape.numel() == self.layout.shape[0] and grad.stride() == self.layout.views[p][1]
+        alone = (
+            grad.shape.numel() == self.layout.shape[0] and grad.stride() == self.layout.views[p][1]
+        )
         if alone and grad.dtype == self.reduced_in:
             self.grads = grad.as_strided(self.layout.shape, (1,))
             if self.first_divisor > 1:
@@ -137,7 +141,9 @@ class FlatPieces(FlatGradients):
     not, somebody has written them since, and they count.
     """
 
-    def __init__(self, params: list[Tensor], index: int, rank: int, world_size: int, partition: Flat):
+    def __init__(
+        self, params: list[Tensor], index: int, rank: int, world_size: int, partition: Flat
+    ):
         super().__init__(params, index, rank, world_size, partition)
         self.weights = params[0].new_zeros(self.layout.shape)
         for p in params:
@@ -172,7 +178,9 @@ class FlatPieces(FlatGradients):
                 self._weights_of(p).copy_(piece)
             piece.grad = None
         self.mine = None
-        torch.autograd.graph.increment_version(self.params)  # backward that still needs the old ones raises
+        torch.autograd.graph.increment_version(
+            self.params
+        )  # backward that still needs the old ones raises
 
     def take_state(self, p: Tensor, entry: dict) -> dict:
         """This rank's part of p's state: of what is one number per element its piece, of the rest a copy."""
@@ -189,7 +197,9 @@ class FlatPieces(FlatGradients):
         """The master copy in the state of this piece, or else of the weights, becomes the piece."""
         master = state.pop(MASTER, None)
         if self.has_master:
-            self.pieces[p].data = self._weights_of(p).to(self.stepped_in) if master is None else master
+            self.pieces[p].data = (
+                self._weights_of(p).to(self.stepped_in) if master is None else master
+            )
             state[MASTER] = self.pieces[p].detach()
 
 

@@ -30,13 +30,19 @@ class FlatLayout:
         sizes = [p.numel() for p in params]
         *offsets, numel = accumulate(sizes, initial=0)
         begin = rank * (width := slice_width(sizes, world_size))
-        views = {p: (p.shape, torch.empty_like(p, device="meta").stride(), offset)  # dense, in p's order
-                 for p, offset in zip(params, offsets, strict=True)}  # fmt: skip
-        cuts = {params[i]: slice(offsets[i] + start - begin, offsets[i] + end - begin)
-                for i, (start, end) in pieces_of(sizes, rank, world_size).items()}  # fmt: skip
-        heads = {p: [*range(offset, offset + p.numel())][:1]
-                 + [*range(width * (offset // width + 1), offset + p.numel(), width)]
-                 for p, offset in zip(params, offsets, strict=False)}  # fmt: skip
+        views = {
+            p: (p.shape, torch.empty_like(p, device="meta").stride(), offset)  # dense, in p's order
+            for p, offset in zip(params, offsets, strict=True)
+        }
+        cuts = {
+            params[i]: slice(offsets[i] + start - begin, offsets[i] + end - begin)
+            for i, (start, end) in pieces_of(sizes, rank, world_size).items()
+        }
+        heads = {
+            p: [*range(offset, offset + p.numel())][:1]
+            + [*range(width * (offset // width + 1), offset + p.numel(), width)]
+            for p, offset in zip(params, offsets, strict=False)
+        }
         return cls(views, cuts, heads, (world_size * width,), numel, slice(begin, begin + width))
 
     def view(self, flat: Tensor, p: Tensor) -> Tensor:

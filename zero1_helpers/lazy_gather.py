@@ -36,11 +36,42 @@ class Arriving(nn.Parameter):
         return self
 
 
-METADATA = {getattr(torch.Tensor, name).__get__ for name in (
-    "shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_leaf", "is_meta",
-    "requires_grad", "grad", "grad_fn", "itemsize", "nbytes")} | {getattr(torch.Tensor, name) for name in (
-    "size", "stride", "dim", "numel", "element_size", "nelement", "is_floating_point", "is_complex",
-    "untyped_storage", "data_ptr", "is_contiguous", "storage_offset")}  # fmt: skip
+METADATA = {
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_cuda",
+        "is_cpu",
+        "is_sparse",
+        "is_leaf",
+        "is_meta",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "itemsize",
+        "nbytes",
+    )
+} | {
+    getattr(torch.Tensor, name)
+    for name in (
+        "size",
+        "stride",
+        "dim",
+        "numel",
+        "element_size",
+        "nelement",
+        "is_floating_point",
+        "is_complex",
+        "untyped_storage",
+        "data_ptr",
+        "is_contiguous",
+        "storage_offset",
+    )
+}
 
 
 def is_compiled(model: nn.Module) -> bool:

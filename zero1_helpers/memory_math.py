@@ -126,8 +126,12 @@ def state_entries(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     """(key, tensor) of all state that an optimizer holds on this rank now, DeepSpeed's fp32 copy included."""
     states = unwrapped(optimizer).state.values()
     copies = getattr(optimizer, "single_partition_of_fp32_groups", [])
-    return [(k, v) for s in [*states, *({"master_param": c} for c in copies)]
-            for k, v in s.items() if isinstance(v, Tensor)]  # fmt: skip
+    return [
+        (k, v)
+        for s in [*states, *({"master_param": c} for c in copies)]
+        for k, v in s.items()
+        if isinstance(v, Tensor)
+    ]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
@@ -183,7 +187,11 @@ def predict(
 def _predict_flat(model, trainable, optimizer, world_size, partition, kwargs) -> list[RankBytes]:
     groups = [[trainable[i] for i in bucket] for bucket in partition.buckets(trainable)]
     sizes = [[p.numel() for p in group] for group in groups]
-    weights, travels, collected = nbytes(p for p in model.parameters() if not p.requires_grad), [0], []
+    weights, travels, collected = (
+        nbytes(p for p in model.parameters() if not p.requires_grad),
+        [0],
+        [],
+    )
     for group, sizes_of in zip(groups, sizes, strict=True):
         width, dtype = slice_width(sizes_of, world_size), group[0].dtype
         sent, stepped = partition.reduced_in(dtype).itemsize, partition.stepped_in(dtype).itemsize

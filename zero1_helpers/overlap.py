@@ -34,8 +34,16 @@ class SimpleDDPBucketAsync(SimpleDDPBucket):
     value of a parameter whose own gradient is complete (autograd raises then).
     """
 
-    def __init__(self, model, zero1_optimizer: ShardedOptimizer, bucket_cap_mb: float = 25, *,
-                 lag: int = 1, step_in_backward: bool = True, **kwargs):  # fmt: skip
+    def __init__(
+        self,
+        model,
+        zero1_optimizer: ShardedOptimizer,
+        bucket_cap_mb: float = 25,
+        *,
+        lag: int = 1,
+        step_in_backward: bool = True,
+        **kwargs,
+    ):
         if lag < 0:
             raise ValueError(f"lag is a number of buckets, 0 or more, not {lag}")
         self.zero1_optimizer = zero1_optimizer

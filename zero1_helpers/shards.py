@@ -17,10 +17,16 @@ def shard_of(module: nn.Module, optimizer) -> dict[str, tuple[Tensor, Tensor, in
     that this rank has state of."""
     if isinstance(optimizer, FlatShardedOptimizer):
         optimizer.receive()
-    names, rank, shard = {p: name for name, p in module.named_parameters()}, getattr(optimizer, "rank", 0), {}
+    names, rank, shard = (
+        {p: name for name, p in module.named_parameters()},
+        getattr(optimizer, "rank", 0),
+        {},
+    )
     strangers = any(p not in names for group in optimizer.param_groups for p in group["params"])
-    together(ValueError("the optimizer has a parameter that is not in the model") if strangers else None,
-              optimizer)  # fmt: skip
+    together(
+        ValueError("the optimizer has a parameter that is not in the model") if strangers else None,
+        optimizer,
+    )
     for p, places, here in _spread(optimizer):
         if here is not None:
             shard[names[p]] = p, here, next(start for owner, start, _ in places if owner == rank)
@@ -36,22 +42,28 @@ def full_state_dict(optimizer: ZeROOne | FlatShardedOptimizer, to: int = 0) -> d
     on any number of ranks; there, on every rank (`torch.load(..., mmap=True)` reads only the shard).
     """
     described = {
-        i: {key: value.dtype if is_split(key, value, here) else value for key, value in
-            optimizer.state[here].items()}
-        for i, (_, _, here) in enumerate(_spread(optimizer)) if here in optimizer.state
-    }  # fmt: skip
+        i: {
+            key: value.dtype if is_split(key, value, here) else value
+            for key, value in optimizer.state[here].items()
+        }
+        for i, (_, _, here) in enumerate(_spread(optimizer))
+        if here in optimizer.state
+    }
     everyone = [None] * optimizer.world_size
     dist.all_gather_object(everyone, described, group=optimizer.process_group)
     index = {p: i for i, p in enumerate(optimizer.params)}
-    groups = [group | {"params": [index[p] for p in group["params"]]} for group in optimizer.param_groups]
+    groups = [
+        group | {"params": [index[p] for p in group["params"]]} for group in optimizer.param_groups
+    ]
     whole = {"state": {}, "param_groups": groups}
     for i, (p, places, here) in enumerate(_spread(optimizer)):
         about = next((known[i] for known in everyone if i in known), {})
         entry = {
             key: _collect(optimizer, p, places, optimizer.state.get(here, {}).get(key), value, to)
-            if isinstance(value, torch.dtype) else value
+            if isinstance(value, torch.dtype)
+            else value
             for key, value in about.items()
-        }  # fmt: skip
+        }
         if entry:
             whole["state"][i] = entry
     return whole if optimizer.rank == to else None
@@ -60,7 +72,9 @@ def full_state_dict(optimizer: ZeROOne | FlatShardedOptimizer, to: int = 0) -> d
 def _spread(optimizer):
     """For each parameter: itself, [(owner, start, end)] of its elements, and what this rank's state is
     kept under, or None."""
-    if not isinstance(optimizer, ZeROOne | FlatShardedOptimizer):  # not sharded: all of it, everywhere
+    if not isinstance(
+        optimizer, ZeROOne | FlatShardedOptimizer
+    ):  # not sharded: all of it, everywhere
         for p in [p for group in optimizer.param_groups for p in group["params"]]:
             yield p, [(0, 0, p.numel())], p
         return
@@ -68,7 +82,11 @@ def _spread(optimizer):
         optimizer._assign_new_parameters()
         for p in optimizer.params:
             owner = optimizer.param_to_owner_rank.get(p)
-            yield p, [] if owner is None else [(owner, 0, p.numel())], p if optimizer.is_mine(p) else None
+            yield (
+                p,
+                [] if owner is None else [(owner, 0, p.numel())],
+                p if optimizer.is_mine(p) else None,
+            )
         return
     ranks, spread = range(optimizer.world_size), {}
     for bucket in optimizer.buckets:

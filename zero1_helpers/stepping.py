@@ -132,7 +132,9 @@ def _try(optimizer_cls, small, kwargs, shown: str) -> str | None:
         settings = [{k: repr(v) for k, v in _settings(g).items()} for g in whole.param_groups]
         first = first or settings
         if settings != first:
-            changed = {k for a, b in zip(first, settings, strict=True) for k in b if a.get(k) != b[k]}
+            changed = {
+                k for a, b in zip(first, settings, strict=True) for k in b if a.get(k) != b[k]
+            }
             return f"keeps state in its groups ({', '.join(sorted(changed))}), which each step() changes"
         for i, (p, old) in enumerate(zip(params, before, strict=True)):
             found = torch.cat([rank.row(i) for rank in ranks if i in rank.pieces])
@@ -164,7 +166,9 @@ class Apart:
         for i, piece in self.pieces.items():
             row = None if grads[i] is None else grads[i].reshape(-1)[self.cuts[i]].clone()
             piece.grad = None if row is None else row.reshape(piece.shape)
-        shown = [i for i, p in self.pieces.items() if self.shown != "in pieces" or p.grad is not None]
+        shown = [
+            i for i, p in self.pieces.items() if self.shown != "in pieces" or p.grad is not None
+        ]
         calls = [shown] if self.shown == "this rank's" else [[i] for i in reversed(shown)]
         for call in calls:
             with instead(self.optimizer, {self.params[i]: self.pieces[i] for i in call}):

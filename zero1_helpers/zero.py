@@ -84,7 +84,9 @@ class ZeROOne(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         """New parameters get owners; a wrapper with hooks is made again, to watch them."""
         super().add_param_group(param_group)
-        if self.param_groups is self.optimizer.param_groups:  # not while the first groups are being added
+        if (
+            self.param_groups is self.optimizer.param_groups
+        ):  # not while the first groups are being added
             self._assign_new_parameters()
 
     def is_mine(self, param: Tensor) -> bool:
@@ -128,7 +130,9 @@ class ZeROOne(torch.optim.Optimizer):
             self._compare_gradients()
 
     def _check_finished(self) -> None:
-        for wrapper in {id(w): w for p in self.param_to_owner_rank for w in watchers_of(p)}.values():
+        for wrapper in {
+            id(w): w for p in self.param_to_owner_rank for w in watchers_of(p)
+        }.values():
             if why := wrapper.unfinished():
                 raise RuntimeError(why)
 
@@ -173,7 +177,9 @@ class ZeROOne(torch.optim.Optimizer):
     def _send(self, params: list[Tensor], owner: int) -> dist.Work:
         """Start to send parameters of one owner, together and in place."""
         flat = as_flat(params)
-        torch.autograd.graph.increment_version(params)  # backward that still needs the old ones raises
+        torch.autograd.graph.increment_version(
+            params
+        )  # backward that still needs the old ones raises
         return dist.broadcast(flat, group=self.process_group, group_src=owner, async_op=True)
 
     def state_dict(self):
@@ -226,7 +232,9 @@ class ShardedOptimizer(ZeROOne):
         """Step one parameter that has a gradient; `.wait()` on what is returned before anything reads it."""
         return self.step_parameters([param])[0]
 
-    def step_parameters(self, params: Sequence[Tensor], index: int | None = None) -> list[dist.Work]:
+    def step_parameters(
+        self, params: Sequence[Tensor], index: int | None = None
+    ) -> list[dist.Work]:
         """Step those of `params`, of one dtype, that have a gradient; `index` is the bucket's, for the trace.
 
         Without one they are sent along: what travels together lies together, used or not.
@@ -250,7 +258,9 @@ class ShardedOptimizer(ZeROOne):
             as_flat(of_one)
 
     def step(self, closure=None):
-        if closure is None and all(p.grad is None or type(p.grad) is TakenGradient for p in self.params):
+        if closure is None and all(
+            p.grad is None or type(p.grad) is TakenGradient for p in self.params
+        ):
             self._check_finished()
             return None
         return super().step(closure)

@@ -23,7 +23,9 @@ def whole(least: int, most: int) -> Callable:
         except ValueError:
             number = least - 1
         if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"a whole number from {least:,} to {most:,}, not {text[:30]!r}")
+            raise argparse.ArgumentTypeError(
+                f"a whole number from {least:,} to {most:,}, not {text[:30]!r}"
+            )
         return number
 
     return parsed
@@ -38,7 +40,9 @@ def amount(least: float, most: float) -> Callable:
         except ValueError:
             number = math.nan
         if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"a number from {least:g} to {most:g}, not {text[:30]!r}")
+            raise argparse.ArgumentTypeError(
+                f"a number from {least:g} to {most:g}, not {text[:30]!r}"
+            )
         return number
 
     return parsed

@@ -157,6 +157,9 @@ def _copies(events: list[dict]) -> list[tuple[int, float]]:
         for op, e in zip(
             *(sorted(some, key=lambda e: e["ts"]) for some in (ops, ran)), strict=True
         ):
-            ends += [(m["args"]["Addr"], e["ts"] + e["dur"]) for m in births
-                     if m.get("tid") == op["tid"] and 0 <= m["ts"] - op["ts"] <= op["dur"]]  # fmt: skip
+            ends += [
+                (m["args"]["Addr"], e["ts"] + e["dur"])
+                for m in births
+                if m.get("tid") == op["tid"] and 0 <= m["ts"] - op["ts"] <= op["dur"]
+            ]
     return ends

@@ -111,8 +111,13 @@ class Transfer(dist.Work):
         return future
 
 
-COMBINE = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.AVG: torch.add, dist.ReduceOp.PRODUCT: torch.mul,
-           dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.MIN: torch.minimum}  # fmt: skip
+COMBINE = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+}
 
 
 class EmulatedLink(dist.ProcessGroup):
@@ -191,8 +196,18 @@ def _make_group(store, rank: int, size: int, timeout) -> EmulatedLink:
     return EmulatedLink(dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
-for _op in ("reduce", "gather", "scatter", "alltoall", "alltoall_base", "all_to_all_single",
-            "send", "recv", "recv_anysource", "allreduce_coalesced"):  # fmt: skip
+for _op in (
+    "reduce",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "recv_anysource",
+    "allreduce_coalesced",
+):
     setattr(EmulatedLink, _op, _unknown(_op))
 
 
@@ -249,10 +264,18 @@ def transport() -> str:
 def as_events(passages: Iterable[Passage], base_ns: int) -> list[dict]:
     """Passages as events of a chrome trace: on the link from `begin` to `end`, whoever waits for it."""
     return [
-        {"ph": "X", "cat": "user_annotation", "name": f"link:{t.op}", "pid": 0, "tid": "link",
-         "ts": (t.begin - base_ns) / 1e3, "dur": (t.end - t.begin) / 1e3, "args": {"bytes": t.size}}
+        {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": f"link:{t.op}",
+            "pid": 0,
+            "tid": "link",
+            "ts": (t.begin - base_ns) / 1e3,
+            "dur": (t.end - t.begin) / 1e3,
+            "args": {"bytes": t.size},
+        }
         for t in passages
-    ]  # fmt: skip
+    ]
 
 
 def late_share(ranks: list[list[bool]]) -> float:

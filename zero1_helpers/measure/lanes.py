@@ -28,29 +28,51 @@ def lane_view(raw: dict, base_us: float = 0.0) -> dict:
         raise ValueError(f"base_us={base_us} is later than the first ProfilerStep")
     spans = [e for e in spans if e["ts"] >= base_us]
     spans.sort(key=lambda e: (e["ts"], -e["dur"]))  # an outer span comes before its inner ones
-    marks = [e for e in spans if e.get("cat") == "user_annotation"
-             and e["name"].startswith(MARKS)]  # fmt: skip
+    marks = [e for e in spans if e.get("cat") == "user_annotation" and e["name"].startswith(MARKS)]
     kernels = [e for e in spans if e.get("cat") in KERNEL_CATEGORIES and "stream" in e["args"]]
     view = [(e["name"], e["cat"], None, e, {}) for e in marks]
     view += _cuda_lanes(spans, kernels, marks) if kernels else _cpu_lanes(spans, marks)
 
-    info = {key: raw.get("distributedInfo", {}).get(key, default)
-            for key, default in (("backend", "none"), ("rank", 0), ("world_size", 1))}  # fmt: skip
+    info = {
+        key: raw.get("distributedInfo", {}).get(key, default)
+        for key, default in (("backend", "none"), ("rank", 0), ("world_size", 1))
+    }
     pid, host, events = info["rank"] + 1, {}, []  # HTA takes process 0 for a GPU
     for name, category, stream, e, args in view:
         lane = host.setdefault(e["tid"], HOST_LANE + len(host)) if stream is None else stream
         start, end = round(e["ts"] - base_us), round(e["ts"] + e["dur"] - base_us)
-        events.append({"ph": "X", "cat": category, "name": name, "pid": pid, "tid": lane,
-                       "ts": start, "dur": end - start, "args": args})  # fmt: skip
+        events.append(
+            {
+                "ph": "X",
+                "cat": category,
+                "name": name,
+                "pid": pid,
+                "tid": lane,
+                "ts": start,
+                "dur": end - start,
+                "args": args,
+            }
+        )
     events.sort(key=lambda e: (e["ts"], -e["dur"]))
     labels = [("process_name", 0, f"rank {info['rank']}")]
-    labels += [("thread_name", lane, f"stream {lane}" if lane < HOST_LANE
-                else f"thread {lane - HOST_LANE}")
-               for lane in sorted({e["tid"] for e in events})]  # fmt: skip
-    head = [{"ph": "M", "name": kind, "pid": pid, "tid": lane, "args": {"name": label}}
-            for kind, lane, label in labels]  # fmt: skip
-    return {"schemaVersion": 1, "distributedInfo": info, "lane_view": not kernels,
-            "traceEvents": head + events}  # fmt: skip
+    labels += [
+        (
+            "thread_name",
+            lane,
+            f"stream {lane}" if lane < HOST_LANE else f"thread {lane - HOST_LANE}",
+        )
+        for lane in sorted({e["tid"] for e in events})
+    ]
+    head = [
+        {"ph": "M", "name": kind, "pid": pid, "tid": lane, "args": {"name": label}}
+        for kind, lane, label in labels
+    ]
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": info,
+        "lane_view": not kernels,
+        "traceEvents": head + events,
+    }
 
 
 def _cpu_lanes(spans, marks):
@@ -81,14 +103,19 @@ def _cpu_lanes(spans, marks):
 def _cuda_lanes(spans, kernels, marks):
     """(name, category, stream or None, span, args) of kernels and their launches on the host."""
     wanted = {e["args"].get("correlation") for e in kernels}
-    launches = {e["args"]["correlation"]: e for e in spans if e.get("cat", "").startswith("cuda_")
-                and e.get("args", {}).get("correlation") in wanted - {None}
-                and "stream" not in e["args"]}  # fmt: skip
+    launches = {
+        e["args"]["correlation"]: e
+        for e in spans
+        if e.get("cat", "").startswith("cuda_")
+        and e.get("args", {}).get("correlation") in wanted - {None}
+        and "stream" not in e["args"]
+    }
     phase_of = _phases(launches.values(), marks)
     view = [(e["name"], e["cat"], None, e, {"correlation": c}) for c, e in launches.items()]
     for e in kernels:
-        args = {key: e["args"][key] for key in ("stream", "correlation", "device")
-                if key in e["args"]}  # fmt: skip
+        args = {
+            key: e["args"][key] for key in ("stream", "correlation", "device") if key in e["args"]
+        }
         phase = phase_of.get(id(launches.get(args.get("correlation"))))
         if phase and "nccl" in e["name"]:
             args["phase"] = phase

@@ -54,7 +54,9 @@ class MemoryLedger:
             self._params |= dict.fromkeys(self.model.parameters())
             grads = [p.grad for p in self._params if p.grad is not None]
             grads = [grad for grad in grads if type(grad) is not TakenGradient]  # it holds nothing
-            in_memory = [home(local(p)) for p in self._params]  # buckets, where parameters are parts of some
+            in_memory = [
+                home(local(p)) for p in self._params
+            ]  # buckets, where parameters are parts of some
             self._add(found, "params", in_memory)
             homes = (t.untyped_storage() for t in in_memory)
             self._homes = {home.data_ptr(): StorageWeakRef(home) for home in homes}

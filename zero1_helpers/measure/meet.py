@@ -168,9 +168,7 @@ def group(store, rank: int, ranks: int, *, use_gpus: bool = False, timeout: time
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
     store = dist.FileStore(str(store), ranks)
     backend = _take_a_gpu(rank, ranks) if use_gpus else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=timeout
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     dist.barrier()
     yield
     if dist.is_initialized():
@@ -192,7 +190,9 @@ def torchruns_group():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     elif os.environ["RANK"] == "0":
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        print(f"waiting for {os.environ['WORLD_SIZE']} ranks at {where}", file=sys.stderr, flush=True)
+        print(
+            f"waiting for {os.environ['WORLD_SIZE']} ranks at {where}", file=sys.stderr, flush=True
+        )
     meeting = dict(store=dist.HashStore(), rank=0, world_size=1) if alone else {}
     dist.init_process_group(_take_a_gpu(local_rank, local_ranks), **meeting)
     yield

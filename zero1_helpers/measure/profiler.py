@@ -110,7 +110,9 @@ class RunProfiler:
         if self.ledger in phases.listeners:
             phases.listeners.remove(self.ledger)
             emulate.lane.log = None
-            if hasattr(self.optimizer, "receive"):  # a gather that is freed after the profiler's end
+            if hasattr(
+                self.optimizer, "receive"
+            ):  # a gather that is freed after the profiler's end
                 self.optimizer.receive()  # takes with it, a second time, what the end has freed
             self.profiler.stop()
 
@@ -151,7 +153,9 @@ class RunProfiler:
     def _read(self, folder: Path) -> None:
         """Read this rank's part of the run out of the profiler and the ledger."""
         if dist.get_rank() == 0:
-            shutil.rmtree(runs.new_files(folder), ignore_errors=True)  # of a recording that was ended
+            shutil.rmtree(
+                runs.new_files(folder), ignore_errors=True
+            )  # of a recording that was ended
         if self.trace is not None:
             return
         trace = read_trace(self.profiler, folder)
@@ -161,8 +165,12 @@ class RunProfiler:
         events = self._on_the_link(trace)["traceEvents"]
         self.memory = account(trace["traceEvents"], self.ledger.notes, self.cuda)
         self.began_us = min(e["ts"] for e in trace["traceEvents"] if e.get("ph") == "X")
-        self.mine = {"losses": self.losses, "memory": peaks(self.memory), "predicted": self._predicted(),
-                     "late": [p.late for p in self.passages]}  # fmt: skip
+        self.mine = {
+            "losses": self.losses,
+            "memory": peaks(self.memory),
+            "predicted": self._predicted(),
+            "late": [p.late for p in self.passages],
+        }
         self.collectives = count_collectives(events, steps, world_size)
         self.trace = trace
 
@@ -177,17 +185,22 @@ class RunProfiler:
         """run.json, the same on every rank but for the seconds."""
         parts = gather(self.mine)
         losses = zip(*(part["losses"] for part in parts), strict=True)
-        return self._about_model() | environment(self.cuda) | self.about | {
-            "format": FORMAT,
-            "world_size": len(parts),
-            "steps": len(self.step_seconds),
-            "losses": [sum(at_step) / len(parts) for at_step in losses],
-            "step_seconds": self.step_seconds,
-            "memory": [part["memory"] for part in parts],
-            "predicted": [part["predicted"] for part in parts],
-            "collectives": self.collectives,
-            "late_share": emulate.late_share([part["late"] for part in parts]),
-        }
+        return (
+            self._about_model()
+            | environment(self.cuda)
+            | self.about
+            | {
+                "format": FORMAT,
+                "world_size": len(parts),
+                "steps": len(self.step_seconds),
+                "losses": [sum(at_step) / len(parts) for at_step in losses],
+                "step_seconds": self.step_seconds,
+                "memory": [part["memory"] for part in parts],
+                "predicted": [part["predicted"] for part in parts],
+                "collectives": self.collectives,
+                "late_share": emulate.late_share([part["late"] for part in parts]),
+            }
+        )
 
     def _on_the_link(self, trace: dict) -> dict:
         """The trace with gloo's own times replaced by those of the emulated link, if there is one."""
@@ -202,20 +215,27 @@ class RunProfiler:
         nothing = {"name": "unknown", "source": "unknown"}
         name = self.folder.resolve().name[:100] or "run"
         return {
-            "variant": name, "title": name, "preset": "none",
+            "variant": name,
+            "title": name,
+            "preset": "none",
             "seed": torch.initial_seed(),
-            "model": describe_model(self.model) if self.model is not None
+            "model": describe_model(self.model)
+            if self.model is not None
             else nothing | {"parameters": 0, "tensors": 0, "dtype": "unknown"},
             "data": nothing | {"examples": 0, "batch_size": 0, "tokens_per_batch": 0},
-        }  # fmt: skip
+        }
 
     def _predicted(self) -> dict:
         """What this rank should hold, in bytes."""
         if self.model is None or self.optimizer is None:
             return {"params": 0, "grads": 0, "opt_state": 0}
-        torchs = by_bytes if hasattr(self.optimizer, "optim") else None  # ZeroRedundancyOptimizer's rule
+        torchs = (
+            by_bytes if hasattr(self.optimizer, "optim") else None
+        )  # ZeroRedundancyOptimizer's rule
         partition = getattr(self.optimizer, "partition", torchs)
-        rank = predict(self.model, self.optimizer, dist.get_world_size(), partition)[dist.get_rank()]
+        rank = predict(self.model, self.optimizer, dist.get_world_size(), partition)[
+            dist.get_rank()
+        ]
         return {"params": rank.params, "grads": rank.grads, "opt_state": rank.opt_state}
 
 

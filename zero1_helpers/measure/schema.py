@@ -172,7 +172,9 @@ class Trace(TypedDict):
     distributedInfo: DistributedInfo
     lane_view: NotRequired[bool]
     traceEvents: Annotated[
-        list[Annotated[Span | Label, Field(discriminator="ph")]], FailFast(), Field(max_length=4_000_000)
+        list[Annotated[Span | Label, Field(discriminator="ph")]],
+        FailFast(),
+        Field(max_length=4_000_000),
     ]
 
 
@@ -188,7 +190,9 @@ def check_about(about: dict) -> None:
     """Those fields of run.json that a caller gives, before any time is spent on training."""
     for name, value in about.items():
         if field := Record.model_fields.get(name):
-            kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+            kind = (
+                Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+            )
             _check(TypeAdapter(kind).validate_python, value, Path("run.json"), name)
 
 
@@ -233,7 +237,9 @@ def check_memory(data: bytes, path: Path) -> pd.DataFrame:
     # As floats, which do not wrap around.
     alive = memory["delta"].astype(float).groupby(memory["category"]).cumsum()
     if alive.min() < 0 or alive.max() > MOST or memory["delta"].abs().max() > MOST:
-        raise RunError(f"{path}: field delta must sum up to 0 to {MOST} bytes in each category, always")
+        raise RunError(
+            f"{path}: field delta must sum up to 0 to {MOST} bytes in each category, always"
+        )
     return memory
 
 

@@ -58,10 +58,22 @@ def name_reduce_scatters(events: list[dict]) -> None:
     for e in events:
         if e.get("name") == "gloo:all_to_all":
             e["name"] = "gloo:reduce_scatter"
-    issued = [e["name"] for e in sorted((e for e in events if e.get("ph") == "X" and e["name"] in (
-        "c10d::allreduce_", "c10d::_reduce_scatter_base_")), key=lambda e: e["ts"])]  # fmt: skip
-    ran = sorted((e for e in events if e.get("name") == "gloo:all_reduce" and e.get("ph") == "X"),
-                 key=lambda e: e["ts"])  # fmt: skip
+    issued = [
+        e["name"]
+        for e in sorted(
+            (
+                e
+                for e in events
+                if e.get("ph") == "X"
+                and e["name"] in ("c10d::allreduce_", "c10d::_reduce_scatter_base_")
+            ),
+            key=lambda e: e["ts"],
+        )
+    ]
+    ran = sorted(
+        (e for e in events if e.get("name") == "gloo:all_reduce" and e.get("ph") == "X"),
+        key=lambda e: e["ts"],
+    )
     if len(issued) == len(ran):
         for name, e in zip(issued, ran, strict=True):
             if name != "c10d::allreduce_":
@@ -105,7 +117,11 @@ def count_collectives(events: list[dict], steps: int, world_size: int) -> list[d
             calls, bytes_ = totals.get(op, (0, 0))
             totals[op] = (calls + 1, bytes_ + size)
     return [
-        {"op": op, "calls": round(calls / steps), "bytes": round(size / steps),
-         "bytes_sent": round(bytes_sent(op, size, world_size) / steps)}
+        {
+            "op": op,
+            "calls": round(calls / steps),
+            "bytes": round(size / steps),
+            "bytes_sent": round(bytes_sent(op, size, world_size) / steps),
+        }
         for op, (calls, size) in sorted(totals.items())
-    ]  # fmt: skip
+    ]

@@ -6,7 +6,6 @@ hardware, ranks, backend, link, date) and `.alt_text`. Units are decimal: 1 MB =
 `save` writes files, `show` displays in a notebook; `gallery` draws all of them in a folder.
 """
 
-
 import numpy as np
 
 from zero1_helpers.measure.runs import Run
@@ -49,25 +48,41 @@ def memory_timeline(run: Run, rank: int = 0, theme: str = "light") -> Figure:
         for name in names:
             there = drawn[name].gt(0)  # a hairline around it, or a short peak would not be seen
             high = low + drawn[name] / scale
-            ax.fill_between(time, low, high, where=there | there.shift(fill_value=False),
-                            step="post", color=COLOURS[name], linewidth=0.3)  # fmt: skip
+            ax.fill_between(
+                time,
+                low,
+                high,
+                where=there | there.shift(fill_value=False),
+                step="post",
+                color=COLOURS[name],
+                linewidth=0.3,
+            )
             low = high
-        ax.set(xlim=(0, frame["time_ms"].iloc[-1] / 1e3), ylim=(0, 1.25 * peak["total"] / scale),
-               xlabel="seconds", ylabel=unit)  # fmt: skip
+        ax.set(
+            xlim=(0, frame["time_ms"].iloc[-1] / 1e3),
+            ylim=(0, 1.25 * peak["total"] / scale),
+            xlabel="seconds",
+            ylabel=unit,
+        )
         draw_steps(ax, run, rank, look)
         mark_peak(ax, peak["time_ms"] / 1e3, peak["total"] / scale, unit, look)
         legend_below(fig, [(name, COLOURS[name]) for name in names])
         parts = ", ".join(f"{name} {size_text(peak[name])}" for name in names if peak[name] > 0)
         where = step_and_phase(run, rank, peak["time_ms"])
         return described(
-            fig, run.setting,
+            fig,
+            run.setting,
             f"{run.title}: memory of rank {rank} peaks at {size_text(peak['total'])}{where}: {parts}."
             " The strip on top shows the phases of each step."
-            + (" NCCL's own buffers are invisible to PyTorch and not in it."
-               if run.record["backend"] == "nccl" else ""),
+            + (
+                " NCCL's own buffers are invisible to PyTorch and not in it."
+                if run.record["backend"] == "nccl"
+                else ""
+            ),
             f"Stacked area chart of memory over {run.record['steps']} training steps on rank "
             f"{rank}, by category. The total peaks at {size_text(peak['total'])}{where}, made of "
-            f"{parts}.")  # fmt: skip
+            f"{parts}.",
+        )
 
 
 def temporal_breakdown(run: Run, theme: str = "light") -> Figure:
@@ -80,14 +95,18 @@ def temporal_breakdown(run: Run, theme: str = "light") -> Figure:
         stack_bars(ax, columns, [COLOURS[name] for name in kinds.values()], "{:.0f} %")
         ax.set_xlim(0, 100)
         legend_below(fig, [(kind, COLOURS[name]) for kind, name in kinds.items()])
-        each = "; ".join(f"rank {r.rank} computes {r.compute_pct:.1f} %, is busy without computing "
-                         f"{r.non_compute_pct:.1f} % and idle {r.idle_pct:.1f} %"
-                         for r in frame.itertuples())  # fmt: skip
+        each = "; ".join(
+            f"rank {r.rank} computes {r.compute_pct:.1f} %, is busy without computing "
+            f"{r.non_compute_pct:.1f} % and idle {r.idle_pct:.1f} %"
+            for r in frame.itertuples()
+        )
         return described(
-            fig, run.setting,
+            fig,
+            run.setting,
             f"{run.title}: HTA's temporal breakdown. Non-compute time is "
             f"{frame['non_compute_pct'].mean():.1f} % on average.",
-            f"One horizontal bar per rank, split in three: {each}.")  # fmt: skip
+            f"One horizontal bar per rank, split in three: {each}.",
+        )
 
 
 def overlap(run: Run, theme: str = "light") -> Figure:
@@ -97,22 +116,38 @@ def overlap(run: Run, theme: str = "light") -> Figure:
     hidden = frame["comm_us"].to_numpy() / 1e3 - exposed
     with themed(theme) as look:
         fig, ax = bars_per_rank(frame["rank"], "Communication behind compute", run, "ms per step")
-        stack_bars(ax, {"hidden": hidden, "exposed": exposed},
-                    [COLOURS["hidden"], COLOURS["exposed"]], None)  # fmt: skip
+        stack_bars(
+            ax,
+            {"hidden": hidden, "exposed": exposed},
+            [COLOURS["hidden"], COLOURS["exposed"]],
+            None,
+        )
         ax.set_xlim(0, 1.26 * max(*(hidden + exposed), 1e-3))
         for y, (total, pct) in enumerate(zip(hidden + exposed, frame["overlap_pct"], strict=True)):
-            ax.annotate(overlap_text(pct), (total, y), (6, 0), textcoords="offset points",
-                        va="center", color=look["ink"], weight="bold")  # fmt: skip
-        legend_below(fig, [("hidden behind compute", COLOURS["hidden"]),
-                      ("exposed", COLOURS["exposed"])])  # fmt: skip
-        each = "; ".join(f"rank {r.rank}: {overlap_text(r.overlap_pct)} of {r.comm_us / 1e3:.1f} ms"
-                         for r in frame.itertuples())  # fmt: skip
+            ax.annotate(
+                overlap_text(pct),
+                (total, y),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                color=look["ink"],
+                weight="bold",
+            )
+        legend_below(
+            fig, [("hidden behind compute", COLOURS["hidden"]), ("exposed", COLOURS["exposed"])]
+        )
+        each = "; ".join(
+            f"rank {r.rank}: {overlap_text(r.overlap_pct)} of {r.comm_us / 1e3:.1f} ms"
+            for r in frame.itertuples()
+        )
         return described(
-            fig, run.setting,
+            fig,
+            run.setting,
             f"{run.title}: HTA's communication-computation overlap is "
             f"{overlap_text(frame['overlap_pct'].mean())} on average.",
             f"One horizontal bar per rank with the communication time of a step, the overlapped "
-            f"part first: {each}.")  # fmt: skip
+            f"part first: {each}.",
+        )
 
 
 def kernel_breakdown(run: Run, theme: str = "light", top: int = 10) -> Figure:
@@ -130,50 +165,80 @@ def kernel_breakdown(run: Run, theme: str = "light", top: int = 10) -> Figure:
         values.append(rest["sum_us"].sum())
         colours.append(COLOURS["other"])
     with themed(theme) as look:
-        fig, ax = new_figure(1.52 + 0.27 * len(names), "Kernels by time", run.title, run.setting,
-                          left=2.35)  # fmt: skip
+        fig, ax = new_figure(
+            1.52 + 0.27 * len(names), "Kernels by time", run.title, run.setting, left=2.35
+        )
         ax.barh(range(len(names)), values, color=colours, height=0.72)
         for y, value in enumerate(values):
-            ax.annotate(number_text(value), (value, y), (4, 0), textcoords="offset points",
-                        va="center", color=look["ink"])  # fmt: skip
+            ax.annotate(
+                number_text(value),
+                (value, y),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                color=look["ink"],
+            )
         ax.set_yticks(range(len(names)), names)
-        ax.set(xlim=(0, 1.1 * max(values)), ylim=(len(names) - 0.4, -0.6),
-               xlabel="ms per step, mean of all ranks")  # fmt: skip
+        ax.set(
+            xlim=(0, 1.1 * max(values)),
+            ylim=(len(names) - 0.4, -0.6),
+            xlabel="ms per step, mean of all ranks",
+        )
         ax.grid(axis="x")
         present = [k for k in colour if k in set(sums["kernel_type"])]
         legend_below(fig, [(k.lower(), COLOURS[colour[k]]) for k in present])
         each = ", ".join(f"{n} {number_text(v)}" for n, v in zip(names, values, strict=True))
         shares = ", ".join(f"{k.kernel_type.lower()} {k.pct:.1f} %" for k in kinds.itertuples())
         return described(
-            fig, run.setting, f"{run.title}: HTA's kernel breakdown. Busy time is {shares}.",
-            f"Horizontal bars, longest first, ms per step: {each}.")  # fmt: skip
+            fig,
+            run.setting,
+            f"{run.title}: HTA's kernel breakdown. Busy time is {shares}.",
+            f"Horizontal bars, longest first, ms per step: {each}.",
+        )
 
 
-def schedule_diagram(run: Run, rank: int = 0, step: int = 2, theme: str = "light",
-                     most: int = 16) -> Figure:  # fmt: skip
+def schedule_diagram(
+    run: Run, rank: int = 0, step: int = 2, theme: str = "light", most: int = 16
+) -> Figure:
     """[Backward]-[AllReduce]-[Step]-[Broadcast] per bucket, from the measured intervals."""
     frame = frames.schedule(run, rank, step)
-    frame = frame.assign(start_ms=frame["start_ms"] - frame["start_ms"].min(),
-                         end_ms=frame["end_ms"] - frame["start_ms"].min())  # fmt: skip
+    frame = frame.assign(
+        start_ms=frame["start_ms"] - frame["start_ms"].min(),
+        end_ms=frame["end_ms"] - frame["start_ms"].min(),
+    )
     labels = list(dict.fromkeys(frame["label"]))
-    kept = [labels[i] for i in np.linspace(0, len(labels) - 1, min(most, len(labels))).round()
-            .astype(int)]  # fmt: skip
-    kinds = [kind for kind in ("backward", "all-reduce", "step", "broadcast")
-             if kind in set(frame["kind"])]  # fmt: skip
+    kept = [
+        labels[i]
+        for i in np.linspace(0, len(labels) - 1, min(most, len(labels))).round().astype(int)
+    ]
+    kinds = [
+        kind
+        for kind in ("backward", "all-reduce", "step", "broadcast")
+        if kind in set(frame["kind"])
+    ]
     with themed(theme) as look:
-        fig, ax = new_figure(1.52 + 0.27 * len(kept), f"One step of rank {rank}", run.title,
-                          run.setting)  # fmt: skip
+        fig, ax = new_figure(
+            1.52 + 0.27 * len(kept), f"One step of rank {rank}", run.title, run.setting
+        )
         for y, label in enumerate(kept):
             row = frame[frame["label"] == label]
-            ax.plot([row["start_ms"].min(), row["end_ms"].max()], [y, y], color=look["rule"],
-                    linewidth=1.2, zorder=1)  # fmt: skip
+            ax.plot(
+                [row["start_ms"].min(), row["end_ms"].max()],
+                [y, y],
+                color=look["rule"],
+                linewidth=1.2,
+                zorder=1,
+            )
             for kind in kinds:
                 part = row[row["kind"] == kind]
                 spans = list(zip(part["start_ms"], part["end_ms"] - part["start_ms"], strict=True))
                 ax.broken_barh(spans, (y - 0.36, 0.72), color=COLOURS[kind], linewidth=0, zorder=2)
         ax.set_yticks(range(len(kept)), kept)
-        ax.set(xlim=(0, 1.005 * frame["end_ms"].max()), ylim=(len(kept) - 0.4, -0.6),
-               xlabel="ms since the start of the backward pass")  # fmt: skip
+        ax.set(
+            xlim=(0, 1.005 * frame["end_ms"].max()),
+            ylim=(len(kept) - 0.4, -0.6),
+            xlabel="ms since the start of the backward pass",
+        )
         ax.grid(axis="x")
         called = {kind: kind for kind in kinds} | _halves(run)
         legend_below(fig, [(called[kind], COLOURS[kind]) for kind in kinds])
@@ -181,11 +246,13 @@ def schedule_diagram(run: Run, rank: int = 0, step: int = 2, theme: str = "light
         ends = ", ".join(f"{kind} {end:.1f} ms" for kind, end in last.items())
         some = f" {len(kept)} of {len(labels)} rows are drawn." if len(kept) < len(labels) else ""
         return described(
-            fig, run.setting,
+            fig,
+            run.setting,
             f"{run.title}: measured intervals of step {step} on rank {rank}. The last of each "
             f"ends at: {ends}.{some}",
             f"Timeline with one row each for {', '.join(kept)}, showing {', '.join(last)} as bars. "
-            f"The last of each ends at: {ends}.")  # fmt: skip
+            f"The last of each ends at: {ends}.",
+        )
 
 
 def _halves(run: Run) -> dict[str, str]:
@@ -198,5 +265,3 @@ def _halves(run: Run) -> dict[str, str]:
 
 
 # Files and notebooks
-
-

@@ -55,10 +55,12 @@ def temporal_breakdown(run) -> pd.DataFrame:
     table = _hta(run).get_temporal_breakdown(visualize=False).sort_values("rank")
     us = {name: table[f"{name}_time(us)"] for name in ("compute", "non_compute", "idle")}
     total = table["kernel_time(us)"]
-    frame = pd.DataFrame({"rank": table["rank"].astype(int)}
-                         | {f"{name}_pct": 100 * time / total for name, time in us.items()}
-                         | {f"{name}_us": time for name, time in us.items()}
-                         | {"total_us": total})  # fmt: skip
+    frame = pd.DataFrame(
+        {"rank": table["rank"].astype(int)}
+        | {f"{name}_pct": 100 * time / total for name, time in us.items()}
+        | {f"{name}_us": time for name, time in us.items()}
+        | {"total_us": total}
+    )
     return frame.reset_index(drop=True)
 
 
@@ -80,8 +82,10 @@ def kernel_breakdown(run) -> tuple[pd.DataFrame, pd.DataFrame]:
     min_us, stddev_us, the longest first.
     """
     kinds, kernels = _hta(run).get_gpu_kernel_breakdown(
-        visualize=False, duration_ratio=1.0, num_kernels=1_000_000  # fewer, and HTA blends names
-    )  # fmt: skip
+        visualize=False,
+        duration_ratio=1.0,
+        num_kernels=1_000_000,  # fewer, and HTA blends names
+    )
     kinds = kinds.rename(columns={"sum": "sum_us", "percentage": "pct"})
     kernels.columns = [name.replace(" (us)", "_us") for name in kernels.columns]
     kernels = kernels.rename(columns={"stddev": "stddev_us"})
@@ -116,8 +120,10 @@ def exposed_comm(run) -> pd.DataFrame:
 
         steps = events[_are_steps(events, symbols) & events["stream"].lt(0)]
         ends = steps["ts"] + steps["dur"]
-        count = sum(kernels["ts"].between(start, end, inclusive="left").any()
-                    for start, end in zip(steps["ts"], ends, strict=True))  # fmt: skip
+        count = sum(
+            kernels["ts"].between(start, end, inclusive="left").any()
+            for start, end in zip(steps["ts"], ends, strict=True)
+        )
         compute, both = busy("COMPUTATION"), busy("COMPUTATION", "COMMUNICATION")
         rows.append((rank, busy("COMMUNICATION") / max(count, 1), (both - compute) / max(count, 1)))
     return pd.DataFrame(rows, columns=["rank", "comm_us", "exposed_us"])
@@ -191,8 +197,13 @@ def spans(run, rank: int = 0) -> pd.DataFrame:
     phases = annotations(run, rank)
     marks = pd.concat([numbered, phases[phases["name"].isin(WHOLE_PHASES)]], ignore_index=True)
     zero = run.memory(rank)["time_us"].iloc[0]
-    return pd.DataFrame({"name": marks["name"], "start_ms": (marks["start_us"] - zero) / 1e3,
-                         "end_ms": (marks["end_us"] - zero) / 1e3})  # fmt: skip
+    return pd.DataFrame(
+        {
+            "name": marks["name"],
+            "start_ms": (marks["start_us"] - zero) / 1e3,
+            "end_ms": (marks["end_us"] - zero) / 1e3,
+        }
+    )
 
 
 @once_per_run
@@ -201,9 +212,11 @@ def annotations(run, rank: int = 0) -> pd.DataFrame:
 
     An optimizer's own step (torch marks it) is the phase "step" where no class has marked one.
     """
-    rows = [(e["name"].removeprefix("zero1."), e["ts"], e["ts"] + e["dur"])
-            for e in run.trace(rank)["traceEvents"]
-            if e.get("cat") == "user_annotation" and e["name"].startswith(MARKS)]  # fmt: skip
+    rows = [
+        (e["name"].removeprefix("zero1."), e["ts"], e["ts"] + e["dur"])
+        for e in run.trace(rank)["traceEvents"]
+        if e.get("cat") == "user_annotation" and e["name"].startswith(MARKS)
+    ]
     frame = pd.DataFrame(rows, columns=["name", "start_us", "end_us"])
     by_torch = frame["name"].str.startswith("Optimizer.step#")
     if frame["name"].str.match(r"step\b").any():
@@ -219,8 +232,9 @@ def steps(run, rank: int = 0) -> pd.DataFrame:
     marks = annotations(run, rank)
     marks = marks[marks["name"].str.startswith("ProfilerStep#")]
     starts = pd.Series([e["ts"] for e in run.trace(rank)["traceEvents"] if _stream(e) >= 0])
-    busy = [starts.between(m.start_us, m.end_us, inclusive="left").any()
-            for m in marks.itertuples()]  # fmt: skip
+    busy = [
+        starts.between(m.start_us, m.end_us, inclusive="left").any() for m in marks.itertuples()
+    ]
     return marks[busy].reset_index(drop=True)
 
 
@@ -244,8 +258,9 @@ def schedule(run, rank: int = 0, step: int = 2) -> pd.DataFrame:
     for backward in marks[marks["name"] == "backward"].itertuples():
         since = backward.start_us
         for launch in marks[marks["name"].str.match(r"launch \d")].itertuples():
-            rows.append((_index(launch.name), "backward", since,
-                         min(launch.start_us, backward.end_us)))  # fmt: skip
+            rows.append(
+                (_index(launch.name), "backward", since, min(launch.start_us, backward.end_us))
+            )
             since = min(launch.end_us, backward.end_us)
         if not rows:
             rows.append((None, "backward", since, backward.end_us))
@@ -263,9 +278,14 @@ def schedule(run, rank: int = 0, step: int = 2) -> pd.DataFrame:
     frame = _spread(frame[frame["end"] > frame["start"]])
     word = "param " if run.variant == "zero1-async" else "bucket "
     label = [NO_INDEX if i < 0 else f"{word}{i:.0f}" for i in frame["index"]]
-    return pd.DataFrame({"label": label, "kind": frame["kind"].to_numpy(),
-                         "start_ms": (frame["start"].to_numpy() - begin) / 1e3,
-                         "end_ms": (frame["end"].to_numpy() - begin) / 1e3})  # fmt: skip
+    return pd.DataFrame(
+        {
+            "label": label,
+            "kind": frame["kind"].to_numpy(),
+            "start_ms": (frame["start"].to_numpy() - begin) / 1e3,
+            "end_ms": (frame["end"].to_numpy() - begin) / 1e3,
+        }
+    )
 
 
 def _spread(frame: pd.DataFrame) -> pd.DataFrame:

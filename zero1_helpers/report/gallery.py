@@ -20,10 +20,14 @@ from zero1_helpers.report import comparisons, figures, frames, memory, pages, st
 from zero1_helpers.report.style import COLOURS, STACK, THEMES
 
 PER_RUN = {
-    "memory": figures.memory_timeline, "temporal": figures.temporal_breakdown, "overlap": figures.overlap,
+    "memory": figures.memory_timeline,
+    "temporal": figures.temporal_breakdown,
+    "overlap": figures.overlap,
     "kernels": figures.kernel_breakdown,
-    "schedule": lambda run, theme: figures.schedule_diagram(run, 0, min(2, run.record["steps"] - 1), theme),
-}  # fmt: skip
+    "schedule": lambda run, theme: figures.schedule_diagram(
+        run, 0, min(2, run.record["steps"] - 1), theme
+    ),
+}
 PER_PRESET = {"bytes_per_rank": comparisons.bytes_per_rank, "comparison": comparisons.comparison}
 FORMATS = ("svg", "png", "html")
 
@@ -53,13 +57,25 @@ class Order:
         if not formats or not self.wants(name, kind):
             return []
         drawn = [(theme, draw(theme=theme)) for theme in self.themes]
-        return [_entry(path.relative_to(self.out), fig.title, fig.caption, fig.alt_text, name, runs, theme)
-                for theme, fig in drawn
-                for path in style.save(fig, self.out / name / f"{kind}.{theme}", formats)]  # fmt: skip
+        return [
+            _entry(
+                path.relative_to(self.out), fig.title, fig.caption, fig.alt_text, name, runs, theme
+            )
+            for theme, fig in drawn
+            for path in style.save(fig, self.out / name / f"{kind}.{theme}", formats)
+        ]
 
 
-def draw_all(root, out, theme: str = "both", formats=FORMATS, only: str = "*", against=None,
-             jobs: int = 1, progress=print) -> int:  # fmt: skip
+def draw_all(
+    root,
+    out,
+    theme: str = "both",
+    formats=FORMATS,
+    only: str = "*",
+    against=None,
+    jobs: int = 1,
+    progress=print,
+) -> int:
     """Draw every figure of every run into the folder `out`, and list them in figures.json.
 
     `root` is a folder with runs below it, or a list of runs' folders; `against` another such folder,
@@ -147,15 +163,26 @@ def _reason(error: Exception) -> str:
 
 def _draw_preset(order: Order, preset: str, runs: list[Run]) -> list[dict]:
     """Draw what has all runs of a preset in it; the entries for figures.json."""
-    entries = [entry for kind, function in PER_PRESET.items()
-               for entry in order.save(preset, kind, partial(function, runs), runs)]  # fmt: skip
+    entries = [
+        entry
+        for kind, function in PER_PRESET.items()
+        for entry in order.save(preset, kind, partial(function, runs), runs)
+    ]
     if "html" in order.formats and order.wants(preset, "timelines"):
         page = pages.timelines_html(runs, {name: COLOURS[name] for name in STACK})
         path = Path(preset, "timelines.html")
         write_atomic(order.out / path, page.encode())
-        entries.append(_entry(path, f"Memory timelines: {preset}", runs[0].setting,
-                              "Interactive memory timelines of all variants and ranks.",
-                              preset, runs, "both"))  # fmt: skip
+        entries.append(
+            _entry(
+                path,
+                f"Memory timelines: {preset}",
+                runs[0].setting,
+                "Interactive memory timelines of all variants and ranks.",
+                preset,
+                runs,
+                "both",
+            )
+        )
     return entries
 
 
@@ -181,8 +208,12 @@ def _draw_run(folder: Path, name: str, order: Order | None):
     entries = []
     try:
         run = load_run(folder)
-        for frame in (frames.temporal_breakdown, frames.comm_comp_overlap, memory.fullest,
-                      memory.timelines):  # fmt: skip
+        for frame in (
+            frames.temporal_breakdown,
+            frames.comm_comp_overlap,
+            memory.fullest,
+            memory.timelines,
+        ):
             frame(run)  # before anything is written: a run that cannot be analysed leaves no file
         for kind, function in PER_RUN.items() if order else ():
             entries += order.save(name, kind, partial(function, run), [run])
@@ -205,8 +236,15 @@ def _entry(path: Path, title, caption, alt, name, runs: list[Run], theme) -> dic
     for key in ("hardware", "backend", "world_size", "link", "date"):
         values = list(dict.fromkeys(run.record[key] for run in runs))
         about[key] = values[0] if len(values) == 1 else " / ".join(map(str, values))
-    return {"file": path.as_posix(), "title": title, "caption": caption, "alt": alt, "run": name,
-            "theme": theme, **about}  # fmt: skip
+    return {
+        "file": path.as_posix(),
+        "title": title,
+        "caption": caption,
+        "alt": alt,
+        "run": name,
+        "theme": theme,
+        **about,
+    }
 
 
 def _read_manifest(out: Path) -> dict:

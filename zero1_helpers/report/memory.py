@@ -28,9 +28,15 @@ def memory_peaks(run) -> pd.DataFrame:
     for rank in range(run.world_size):
         line = get_memory_timeline(run, rank)
         top = line["total"].idxmax()
-        rows.append({"rank": rank, "peak": line["total"][top], "peak_ms": line["time_ms"][top],
-                     "peak_states": line[list(STATES)].sum(axis=1).max(),
-                     **line[list(CATEGORIES)].max()})  # fmt: skip
+        rows.append(
+            {
+                "rank": rank,
+                "peak": line["total"][top],
+                "peak_ms": line["time_ms"][top],
+                "peak_states": line[list(STATES)].sum(axis=1).max(),
+                **line[list(CATEGORIES)].max(),
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -60,8 +66,14 @@ def downsample(line: pd.DataFrame, edges_ms=(), bins: int = 300) -> pd.DataFrame
     time = line["time_ms"]
     groups = line["total"].groupby((time / time.iloc[-1] * bins).astype(int))
     edges = time.searchsorted(edges_ms, side="right") - 1
-    kept = {0, *groups.idxmin(), *groups.idxmax(), *groups.tail(1).index,
-            *line[list(CATEGORIES)].idxmax(), *edges[edges >= 0]}  # fmt: skip
+    kept = {
+        0,
+        *groups.idxmin(),
+        *groups.idxmax(),
+        *groups.tail(1).index,
+        *line[list(CATEGORIES)].idxmax(),
+        *edges[edges >= 0],
+    }
     return line.loc[sorted(kept)]
 
 

@@ -39,15 +39,24 @@ def merged_trace(run: Run) -> dict:
         names = [name for name in CATEGORIES if line[name].any()]
         for time_ms, *values in line[["time_ms", *names]].itertuples(index=False):
             sizes = dict(zip(names, map(int, values), strict=True))
-            events.append({"ph": "C", "name": "memory (bytes)", "pid": pid, "ts": int(zero + 1000 * time_ms),
-                           "args": sizes})  # fmt: skip
+            events.append(
+                {
+                    "ph": "C",
+                    "name": "memory (bytes)",
+                    "pid": pid,
+                    "ts": int(zero + 1000 * time_ms),
+                    "args": sizes,
+                }
+            )
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _label(kind: str, pid: int, tid: int, name: str, order: int) -> list[dict]:
     about = {"ph": "M", "pid": pid, "tid": tid}
-    return [about | {"name": f"{kind}_name", "args": {"name": name}},
-            about | {"name": f"{kind}_sort_index", "args": {"sort_index": order}}]  # fmt: skip
+    return [
+        about | {"name": f"{kind}_name", "args": {"name": name}},
+        about | {"name": f"{kind}_sort_index", "args": {"sort_index": order}},
+    ]
 
 
 def trace_html(run: Run) -> str:
@@ -66,8 +75,14 @@ def trace_html(run: Run) -> str:
         kept = [e for e in trace["traceEvents"] if e.get("cat") != "kernel" or e["dur"] >= shortest]
         text = json.dumps(trace | {"traceEvents": kept}, separators=(",", ":")).encode()
         note = f" · kernels of {shortest} µs and more" if shortest else ""
-        page = render("trace.html", scripts=(script,), title=title + note, styles=Markup(styles),
-                      viewer=pack(script), trace=pack(text))  # fmt: skip
+        page = render(
+            "trace.html",
+            scripts=(script,),
+            title=title + note,
+            styles=Markup(styles),
+            viewer=pack(script),
+            trace=pack(text),
+        )
         if len(page.encode()) < LARGEST:
             return page
         if not any(e.get("cat") == "kernel" for e in kept):
@@ -88,10 +103,20 @@ def timelines_html(runs: Iterable[Run], colours: dict[str, str]) -> str:
     for run in runs:
         name = run.folder.resolve().name
         title = run.title if titles.count(run.title) == 1 else f"{run.title} ({name})"
-        data[name] = {"title": title, "setting": run.setting, "ranks": [
-            {"ms": line["time_ms"].round(3).tolist(), "doing": line["doing"].tolist(),
-             "bytes": {name: line[name].tolist() for name in colours if line[name].any()}}
-            for line in memory.timelines(run)]}  # fmt: skip
+        data[name] = {
+            "title": title,
+            "setting": run.setting,
+            "ranks": [
+                {
+                    "ms": line["time_ms"].round(3).tolist(),
+                    "doing": line["doing"].tolist(),
+                    "bytes": {name: line[name].tolist() for name in colours if line[name].any()},
+                }
+                for line in memory.timelines(run)
+            ],
+        }
     text = json.dumps({"runs": data, "colours": colours}, ensure_ascii=False, separators=(",", ":"))
     script = get_plotlyjs().encode()
-    return render("timelines.html", scripts=(script,), plotly=pack(script), data=pack(text.encode()))
+    return render(
+        "timelines.html", scripts=(script,), plotly=pack(script), data=pack(text.encode())
+    )

@@ -67,8 +67,12 @@ class Workload:
 
     def __post_init__(self):
         positive = (self.params, self.tensors, self.bucket_cap_mb)
-        if not (min(positive) > 0 and self.compute >= 0 and math.isfinite(sum(positive) + self.compute)):
-            raise ValueError("params, tensors, bucket_cap_mb: above 0; compute: 0 or more; all finite")
+        if not (
+            min(positive) > 0 and self.compute >= 0 and math.isfinite(sum(positive) + self.compute)
+        ):
+            raise ValueError(
+                "params, tensors, bucket_cap_mb: above 0; compute: 0 or more; all finite"
+            )
         if self.recipe not in RECIPES:
             raise ValueError(f"unknown recipe {self.recipe!r}; choose one of {', '.join(RECIPES)}")
 
@@ -126,13 +130,12 @@ def plan(work: Workload, world_size: int, network: Network) -> pd.DataFrame:
         exposed += max(ahead / work.buckets, ahead - work.window / 2)  # forward is half of backward
         rows[name] = {
             "states_gb": states["total"] / 1e9,
-            "sent_gb": sum(bytes_sent(op, work.size, world_size)
-                           for op in schedule.ops) / 1e9,
+            "sent_gb": sum(bytes_sent(op, work.size, world_size) for op in schedule.ops) / 1e9,
             "communication_s": behind + after + ahead,
             "exposed_s": exposed,
             "step_s": work.compute + exposed,
             "non_compute_pct": 100 * exposed / (work.compute + exposed) if exposed else 0.0,
-        }  # fmt: skip
+        }
     return pd.DataFrame(rows).T.rename_axis("variant")
 
 

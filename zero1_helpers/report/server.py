@@ -38,7 +38,9 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 INLINE = re.compile(r"<script[^>]*>(.+?)</script>", re.DOTALL)
-EXPANDED = "#!/?startupCommands=" + quote('[{"id":"dev.perfetto.ExpandTracksByRegex","args":["rank .*"]}]')
+EXPANDED = "#!/?startupCommands=" + quote(
+    '[{"id":"dev.perfetto.ExpandTracksByRegex","args":["rank .*"]}]'
+)
 
 
 class Viewer(ThreadingHTTPServer):
@@ -122,4 +124,6 @@ def serve(run: Run, port: int = 9001) -> Viewer:
     try:
         return Viewer(port, files, scripts)
     except (OSError, OverflowError) as error:
-        raise ValueError(f"port {port}: {getattr(error, 'strerror', error)}; try another --port") from None
+        raise ValueError(
+            f"port {port}: {getattr(error, 'strerror', error)}; try another --port"
+        ) from None

@@ -29,15 +29,45 @@ THEMES = {
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, YELLOW, RED, GREY = "#56B4E9", "#E8D535", "#D55E00", "#8B949E"
 COLOURS = {
-    "params": BLUE, "broadcast": BLUE, "grads": ORANGE, "all-reduce": ORANGE, "sync": ORANGE,
-    "opt_state": GREEN, "step": GREEN, "buckets": PINK, "activations": SKY, "backward": SKY,
-    "compute": SKY, "receive": BLUE, "temporaries": YELLOW, "copies": YELLOW, "other": GREY, "counters": GREY,
-    "idle": GREY, "forward": "#A5D8F3", "exposed": RED, "hidden": "#F2B48C",
-}  # fmt: skip
-STACK = ("params", "opt_state", "grads", "buckets", "activations", "temporaries", "other",
-         "counters")  # fmt: skip
-PHASES = {"forward": "fwd", "backward": "bwd", "sync": "sync", "step": "step",
-          "broadcast": "bcast", "receive": "recv"}  # fmt: skip
+    "params": BLUE,
+    "broadcast": BLUE,
+    "grads": ORANGE,
+    "all-reduce": ORANGE,
+    "sync": ORANGE,
+    "opt_state": GREEN,
+    "step": GREEN,
+    "buckets": PINK,
+    "activations": SKY,
+    "backward": SKY,
+    "compute": SKY,
+    "receive": BLUE,
+    "temporaries": YELLOW,
+    "copies": YELLOW,
+    "other": GREY,
+    "counters": GREY,
+    "idle": GREY,
+    "forward": "#A5D8F3",
+    "exposed": RED,
+    "hidden": "#F2B48C",
+}
+STACK = (
+    "params",
+    "opt_state",
+    "grads",
+    "buckets",
+    "activations",
+    "temporaries",
+    "other",
+    "counters",
+)
+PHASES = {
+    "forward": "fwd",
+    "backward": "bwd",
+    "sync": "sync",
+    "step": "step",
+    "broadcast": "bcast",
+    "receive": "recv",
+}
 MARGIN = {"left": 0.86, "right": 0.22, "top": 0.74, "bottom": 0.76}  # inches around the axes
 
 
@@ -49,15 +79,28 @@ def themed(theme: str):
     look = THEMES[theme]
     ours = {
         "text.parse_math": False,  # a title is text, dollar signs included
-        "font.family": "DejaVu Sans", "font.size": 8.5, "svg.fonttype": "path",
-        "svg.hashsalt": "zero1", "figure.facecolor": look["paper"], "axes.facecolor": "none",
-        "savefig.facecolor": look["paper"], "text.color": look["ink"],
-        "axes.edgecolor": look["rule"], "axes.labelcolor": look["muted"],
-        "xtick.color": look["muted"], "ytick.color": look["muted"],
-        "ytick.labelcolor": look["ink"], "grid.color": look["rule"], "grid.linewidth": 0.6,
-        "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-        "xtick.major.size": 0, "ytick.major.size": 0, "path.simplify": False,
-    }  # fmt: skip
+        "font.family": "DejaVu Sans",
+        "font.size": 8.5,
+        "svg.fonttype": "path",
+        "svg.hashsalt": "zero1",
+        "figure.facecolor": look["paper"],
+        "axes.facecolor": "none",
+        "savefig.facecolor": look["paper"],
+        "text.color": look["ink"],
+        "axes.edgecolor": look["rule"],
+        "axes.labelcolor": look["muted"],
+        "xtick.color": look["muted"],
+        "ytick.color": look["muted"],
+        "ytick.labelcolor": look["ink"],
+        "grid.color": look["rule"],
+        "grid.linewidth": 0.6,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "path.simplify": False,
+    }
     with mpl.style.context(["default", ours]):
         yield look
 
@@ -68,14 +111,20 @@ def new_figure(height: float, title: str, subtitle: str, setting: str, left=MARG
     fig.title = f"{title}: {subtitle}" if subtitle else title
     muted = mpl.rcParams["axes.labelcolor"]
     fig.text(0.16 / WIDTH, 1 - 0.16 / height, title, size=12, weight="bold", va="top")
-    fig.text(1 - 0.16 / WIDTH, 1 - 0.19 / height, subtitle, size=9, va="top", ha="right",
-             color=muted)  # fmt: skip
+    fig.text(
+        1 - 0.16 / WIDTH, 1 - 0.19 / height, subtitle, size=9, va="top", ha="right", color=muted
+    )
     line = fig.text(0.16 / WIDTH, 0.13 / height, setting, size=7, color=muted)
     room = (WIDTH - 0.32) * DPI / line.get_window_extent().width
     line.set_size(7 * min(1, room))  # a long one is set smaller, not cut off
-    ax = fig.add_axes((left / WIDTH, MARGIN["bottom"] / height,
-                       1 - (left + MARGIN["right"]) / WIDTH,
-                       1 - (MARGIN["top"] + MARGIN["bottom"]) / height))  # fmt: skip
+    ax = fig.add_axes(
+        (
+            left / WIDTH,
+            MARGIN["bottom"] / height,
+            1 - (left + MARGIN["right"]) / WIDTH,
+            1 - (MARGIN["top"] + MARGIN["bottom"]) / height,
+        )
+    )
     return fig, ax
 
 
@@ -95,18 +144,34 @@ def stack_bars(ax, columns: dict, colours, form: str | None):
         ax.barh(range(len(values)), values, left=left, color=colour, height=0.72)
         for y, value in enumerate(values):
             if form and value >= 5:
-                ax.text(left[y] + value / 2 if np.ndim(left) else value / 2, y, form.format(value),
-                        ha="center", va="center", color=ink_on(colour), weight="bold")  # fmt: skip
+                ax.text(
+                    left[y] + value / 2 if np.ndim(left) else value / 2,
+                    y,
+                    form.format(value),
+                    ha="center",
+                    va="center",
+                    color=ink_on(colour),
+                    weight="bold",
+                )
         left = left + np.asarray(values)
 
 
 def legend_below(fig: Figure, entries, mark: Line2D | None = None):
     handles = [Patch(color=colour, label=name) for name, colour in entries]
     handles += [mark] if mark else []
-    fig.legend(handles=handles, loc="upper left", ncols=len(handles), frameon=False,
-               bbox_to_anchor=(0.16 / WIDTH, 1 - 0.42 / fig.get_figheight()), borderpad=0,
-               borderaxespad=0, handlelength=0.9, handleheight=0.9, handletextpad=0.5,
-               columnspacing=1.3)  # fmt: skip
+    fig.legend(
+        handles=handles,
+        loc="upper left",
+        ncols=len(handles),
+        frameon=False,
+        bbox_to_anchor=(0.16 / WIDTH, 1 - 0.42 / fig.get_figheight()),
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=0.9,
+        handleheight=0.9,
+        handletextpad=0.5,
+        columnspacing=1.3,
+    )
 
 
 def mark_peak(ax, x: float, y: float, unit: str, look: dict):
@@ -114,9 +179,16 @@ def mark_peak(ax, x: float, y: float, unit: str, look: dict):
     ax.axhline(y, color=look["ink"], linewidth=0.8, linestyle=(0, (4, 3)))
     ax.plot([x], [y], "o", color=look["ink"], markersize=4.5, clip_on=False)
     right = x > np.mean(ax.get_xlim())
-    ax.annotate(f"peak {number_text(y)} {unit}", (x, y), (-7 if right else 7, 5), weight="bold",
-                textcoords="offset points", ha="right" if right else "left", color=look["ink"],
-                bbox=label_style(look))  # fmt: skip
+    ax.annotate(
+        f"peak {number_text(y)} {unit}",
+        (x, y),
+        (-7 if right else 7, 5),
+        weight="bold",
+        textcoords="offset points",
+        ha="right" if right else "left",
+        color=look["ink"],
+        bbox=label_style(look),
+    )
 
 
 def label_style(look: dict) -> dict:
@@ -129,24 +201,47 @@ def draw_steps(ax, run: Run, rank: int, look: dict):
     marks = frames.spans(run, rank)
     for phase, short in PHASES.items():
         part = marks[marks["name"] == phase]
-        spans = list(zip(part["start_ms"] / 1e3, (part["end_ms"] - part["start_ms"]) / 1e3,
-                         strict=True))  # fmt: skip
-        ax.broken_barh(spans, (0.95, 0.05), transform=ax.get_xaxis_transform(),
-                       color=COLOURS[phase], linewidth=0)  # fmt: skip
+        spans = list(
+            zip(part["start_ms"] / 1e3, (part["end_ms"] - part["start_ms"]) / 1e3, strict=True)
+        )
+        ax.broken_barh(
+            spans,
+            (0.95, 0.05),
+            transform=ax.get_xaxis_transform(),
+            color=COLOURS[phase],
+            linewidth=0,
+        )
         for start, length in spans:
             if length > 0.01 * len(short) * np.ptp(ax.get_xlim()):  # there is room
-                ax.text(start + length / 2, 0.973, short, transform=ax.get_xaxis_transform(),
-                        ha="center", va="center", size=6.5, color=ink_on(COLOURS[phase]))  # fmt: skip
+                ax.text(
+                    start + length / 2,
+                    0.973,
+                    short,
+                    transform=ax.get_xaxis_transform(),
+                    ha="center",
+                    va="center",
+                    size=6.5,
+                    color=ink_on(COLOURS[phase]),
+                )
     for step in marks[marks["name"].str.match(r"step \d")].itertuples():
         start, end = max(step.start_ms, 0) / 1e3, step.end_ms / 1e3
         ax.axvline(start, color=look["rule"], linewidth=0.8)
-        ax.annotate(step.name, ((start + end) / 2, 0.94), va="top", ha="center",
-                    xycoords=ax.get_xaxis_transform(), color=look["muted"], size=7)  # fmt: skip
+        ax.annotate(
+            step.name,
+            ((start + end) / 2, 0.94),
+            va="top",
+            ha="center",
+            xycoords=ax.get_xaxis_transform(),
+            color=look["muted"],
+            size=7,
+        )
 
 
 def step_and_phase(run: Run, rank: int, time_ms: float) -> str:
     """Such as " in step 2, backward"; nothing if the trace does not say."""
-    names = [m.name for m in frames.spans(run, rank).itertuples() if m.start_ms <= time_ms < m.end_ms]
+    names = [
+        m.name for m in frames.spans(run, rank).itertuples() if m.start_ms <= time_ms < m.end_ms
+    ]
     return f" in {', '.join(names)}" if names else ""
 
 
@@ -207,8 +302,11 @@ def save(fig: Figure, stem, formats=("svg", "png")) -> list[Path]:
 
 def render(fig: Figure, kind: str = "png") -> bytes:
     buffer = io.BytesIO()
-    about = ({"Title": fig.title, "Description": fig.alt_text, "Date": None, "Creator": None}
-             if kind == "svg" else {"Title": fig.title, "Software": None})  # fmt: skip
+    about = (
+        {"Title": fig.title, "Description": fig.alt_text, "Date": None, "Creator": None}
+        if kind == "svg"
+        else {"Title": fig.title, "Software": None}
+    )
     with themed("light"):  # only for what is decided when saving; colours were set when drawing
         fig.savefig(buffer, format=kind, metadata=about, facecolor=fig.get_facecolor())
     return buffer.getvalue()
@@ -219,6 +317,9 @@ def show(fig: Figure) -> None:
     from IPython.display import display
 
     picture = base64.b64encode(render(fig)).decode()
-    display({"image/png": picture, "text/plain": fig.alt_text}, raw=True,
-            metadata={"image/png": {"alt": fig.alt_text, "width": int(WIDTH * 100)}})  # fmt: skip
+    display(
+        {"image/png": picture, "text/plain": fig.alt_text},
+        raw=True,
+        metadata={"image/png": {"alt": fig.alt_text, "width": int(WIDTH * 100)}},
+    )
     display({"text/markdown": f"*{fig.caption}*", "text/plain": fig.caption}, raw=True)

@@ -41,18 +41,20 @@ def results_table(runs: Iterable[Run], times: bool = True) -> pd.DataFrame:
             key: max(rank[key] for rank in r["memory"]) / 1e6
             for key in ("opt_state", "peak_states", "peak")
         }
-        rows.append({
-            "variant": run.variant,
-            "predicted": max(rank["opt_state"] for rank in r["predicted"]) / 1e6,
-            "opt_state": fullest["opt_state"],
-            "states": fullest["peak_states"],
-            "peak": fullest["peak"],
-            **(_shares(run) if times else {}),
-            "collectives": sum(c["calls"] for c in r["collectives"]),
-            "sent": sum(c["bytes_sent"] for c in r["collectives"]) / 1e6,
-            "step_s": step_seconds(run),
-            "loss": r["losses"][-1] if r["losses"] else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "variant": run.variant,
+                "predicted": max(rank["opt_state"] for rank in r["predicted"]) / 1e6,
+                "opt_state": fullest["opt_state"],
+                "states": fullest["peak_states"],
+                "peak": fullest["peak"],
+                **(_shares(run) if times else {}),
+                "collectives": sum(c["calls"] for c in r["collectives"]),
+                "sent": sum(c["bytes_sent"] for c in r["collectives"]) / 1e6,
+                "step_s": step_seconds(run),
+                "loss": r["losses"][-1] if r["losses"] else None,
+            }
+        )
     return pd.DataFrame(rows).set_index("variant")
 
 

@@ -73,6 +73,8 @@ def warm_up(model: nn.Module, batches: Iterable[dict], passes: int = 2) -> None:
 def endless(loader: Iterable[dict]) -> Iterable[dict]:
     """The batches of one epoch after another."""
     if len(loader) == 0:
-        raise ValueError(f"{len(loader.dataset)} examples are too few for a batch of {loader.batch_size}")
+        raise ValueError(
+            f"{len(loader.dataset)} examples are too few for a batch of {loader.batch_size}"
+        )
     while True:
         yield from loader

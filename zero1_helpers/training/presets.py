@@ -25,11 +25,19 @@ class Preset:
 
 def _llama(hidden, layers, heads, kv_heads, intermediate, vocab, positions) -> dict:
     return dict(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, intermediate_size=intermediate, vocab_size=vocab,
-        max_position_embeddings=positions, rope_theta=100_000.0, rms_norm_eps=1e-5,
-        pad_token_id=2, num_labels=2, attention_dropout=0.0,
-    )  # fmt: skip
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
+        max_position_embeddings=positions,
+        rope_theta=100_000.0,
+        rms_norm_eps=1e-5,
+        pad_token_id=2,
+        num_labels=2,
+        attention_dropout=0.0,
+    )
 
 
 _TINY = _llama(128, 4, 4, 2, 352, 1024, 512)

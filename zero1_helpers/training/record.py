@@ -140,7 +140,9 @@ def _link_of_runs(folder: Path, preset: str) -> str | None:
             run = load_record(file.parent)
         except RunError:
             continue
-        if (run["preset"], run["world_size"]) == (preset, dist.get_world_size()) and run["link"] != "none":
+        if (run["preset"], run["world_size"]) == (preset, dist.get_world_size()) and run[
+            "link"
+        ] != "none":
             return run["link"]
     return None
 
@@ -187,6 +189,8 @@ def compute_seconds(preset: Preset, batch_size: int, steps: int) -> float:
 
     batches = islice(endless(get_dataloader(shard, batch_size)), steps + 1)
     touch_free_memory(20 * nbytes(model.parameters()))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True):
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ):
         train(model, adam(model, 1e-3), timed(batches), step_alone)
     return max(gather(sorted(seconds[1:])[steps // 2]))  # the first one makes the state

@@ -46,7 +46,9 @@ def flat(model, lr, bucket_cap_mb):
 
 
 def flat_master(model, lr, bucket_cap_mb):
-    optimizer = FlatShardedOptimizer(torch.optim.Adam, model, bucket_cap_mb, lr=lr, master_weights=True)
+    optimizer = FlatShardedOptimizer(
+        torch.optim.Adam, model, bucket_cap_mb, lr=lr, master_weights=True
+    )
     return SimpleDDPReduceScatter(model, optimizer), optimizer
 
 

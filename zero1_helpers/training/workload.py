@@ -154,10 +154,14 @@ def get_smol_tokenizer(preset: str | Preset | None = None):
         if use_hub:
             return AutoTokenizer.from_pretrained(MODEL_NAME, local_files_only=_cached("tokenizer"))
         return PreTrainedTokenizerFast(
-            tokenizer_file=str(DATA_FOLDER / "tokenizer.json"), unk_token="<unk>",
-            sep_token="<sep>", pad_token="<pad>", model_max_length=512, padding_side="right",
+            tokenizer_file=str(DATA_FOLDER / "tokenizer.json"),
+            unk_token="<unk>",
+            sep_token="<sep>",
+            pad_token="<pad>",
+            model_max_length=512,
+            padding_side="right",
             model_input_names=["input_ids", "attention_mask"],
-        )  # fmt: skip
+        )
 
 
 def get_sentence_pairs(preset: str | Preset | None = None):
@@ -172,9 +176,11 @@ def get_sentence_pairs(preset: str | Preset | None = None):
             pairs = load_dataset(*DATA_NAME)
     else:
         features = Features(
-            sentence1=Value("string"), sentence2=Value("string"), idx=Value("int32"),
+            sentence1=Value("string"),
+            sentence2=Value("string"),
+            idx=Value("int32"),
             label=ClassLabel(names=["not_equivalent", "equivalent"]),
-        )  # fmt: skip
+        )
         splits = {"train": [], "validation": []}
         for line in (DATA_FOLDER / "paraphrases.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
@@ -203,9 +209,12 @@ def get_dataset(preset: str | Preset | None = None):
 
     with _quiet():
         tokens = pairs.map(
-            tokenize, batched=True, batch_size=None, keep_in_memory=True,
+            tokenize,
+            batched=True,
+            batch_size=None,
+            keep_in_memory=True,
             remove_columns=["idx", "sentence1", "sentence2"],
-        )  # fmt: skip
+        )
         return tokens.rename_columns({"label": "labels"})
 
 
@@ -244,9 +253,13 @@ def get_dataloader(
         return tokenizer.pad(rows, padding="longest", pad_to_multiple_of=8, return_tensors="pt")
 
     return torch.utils.data.DataLoader(
-        ds, batch_size=batch_size or preset.batch_size, shuffle=True, drop_last=True,
-        collate_fn=collate, generator=torch.Generator().manual_seed(seed),
-    )  # fmt: skip
+        ds,
+        batch_size=batch_size or preset.batch_size,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=collate,
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 def describe_data(ds, batch_size: int | None = None) -> dict:
@@ -255,5 +268,10 @@ def describe_data(ds, batch_size: int | None = None) -> dict:
     batch_size = batch_size or _preset_of(ds).batch_size
     longest = max(len(ids) for ids in ds["input_ids"])
     tokens = batch_size * -(-longest // 8) * 8
-    return {"name": info.dataset_name, "source": info.description, "examples": len(ds),
-            "batch_size": batch_size, "tokens_per_batch": tokens}  # fmt: skip
+    return {
+        "name": info.dataset_name,
+        "source": info.description,
+        "examples": len(ds),
+        "batch_size": batch_size,
+        "tokens_per_batch": tokens,
+    }
