@@ -31,9 +31,10 @@ from contenders import CONTENDERS
 from torch import nn
 
 from zero1_helpers import FlatShardedOptimizer, get_profiler, get_smol_model
-from zero1_helpers.measure.emulate import bind_to_cores, emulate, lane, late_share
+from zero1_helpers.measure.emulate import bind_to_cores, emulate
 from zero1_helpers.measure.link import Link, parse_link
 from zero1_helpers.measure.meet import run_ranks
+from zero1_helpers.measure.passage import lane, late_share
 from zero1_helpers.measure.profiler import gather
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.memory_math import bytes_sent, state_bytes

@@ -15,7 +15,7 @@ from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.lanes import lane_view
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.measure.schema import CATEGORIES
-from zero1_helpers.report import frames, memory
+from zero1_helpers.report import frames, memory, timing
 
 from .test_runs import BASE, cpu_trace, cuda_trace, make_memory, make_run, span
 
@@ -203,7 +203,7 @@ def scheduled(folder, events, variant):
     runs.save_rank(folder, 0, lane_view(raw, BASE), make_memory())
     make_run(folder.parent / "other", 1, variant=variant)
     (folder / "run.json").write_bytes((folder.parent / "other" / "run.json").read_bytes())
-    frame = frames.schedule(load_run(folder), rank=0, step=1)
+    frame = timing.schedule(load_run(folder), rank=0, step=1)
     return [tuple(row) for row in frame.itertuples(index=False)]
 
 
@@ -301,17 +301,17 @@ def test_schedule_without_launches_is_one_row(tmp_path):
 
 def test_schedule_on_cuda_and_of_a_step_that_is_not_there(tmp_path):
     run = load_run(make_run(tmp_path, 1, cuda_trace))
-    frame = frames.schedule(run, 0, 2)
+    frame = timing.schedule(run, 0, 2)
     assert list(frame["kind"]) == ["all-reduce"] * 3
     assert list(frame["label"]) == ["bucket 0", "bucket 1", "bucket 2"]
     with pytest.raises(ValueError, match="no step 3; recorded are 0 to 2"):
-        frames.schedule(run, 0, 3)
+        timing.schedule(run, 0, 3)
 
 
 def test_steps_leave_out_an_empty_last_one(run):
-    assert list(frames.steps(run)["name"]) == [f"ProfilerStep#{i}" for i in range(3)]
+    assert list(timing.steps(run)["name"]) == [f"ProfilerStep#{i}" for i in range(3)]
     mark = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#3", "ts": 10**6, "dur": 5}
     trace = run.trace(0) | {"traceEvents": [*run.trace(0)["traceEvents"], mark]}
     longer = replace(run, traces=run.traces | {0: trace}, frames={})
-    assert "ProfilerStep#3" in set(frames.annotations(longer)["name"])
-    assert len(frames.steps(longer)) == 3
+    assert "ProfilerStep#3" in set(timing.annotations(longer)["name"])
+    assert len(timing.steps(longer)) == 3

@@ -19,7 +19,7 @@ from zero1_helpers.cli import main
 from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.runs import load_run
 from zero1_helpers.measure.schema import CATEGORIES
-from zero1_helpers.report import comparisons, figures, frames, gallery, memory, style
+from zero1_helpers.report import comparisons, figures, frames, gallery, memory, style, timing, words
 from zero1_helpers.training.variants import VARIANTS
 
 from .test_runs import cuda_trace, make_run
@@ -118,7 +118,7 @@ def test_words_can_be_read_on_the_paper(theme):
     assert contrast(look["ink"], look["paper"]) > 10
     assert contrast(look["muted"], look["paper"]) > 4.5
     for colour in style.COLOURS.values():
-        assert contrast(style.ink_on(colour), colour) > 3
+        assert contrast(words.ink_on(colour), colour) > 3
 
 
 def test_one_colour_per_category_on_every_chart(run):
@@ -135,7 +135,7 @@ def test_one_colour_per_category_on_every_chart(run):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_downsampling_keeps_the_peak_each_bins_range_and_the_bytes_at_each_edge(run, rank):
     whole = memory.get_memory_timeline(run, rank)
-    marks = frames.spans(run, rank)
+    marks = timing.spans(run, rank)
     edges = np.array([*marks["start_ms"], *marks["end_ms"]])
     edges = edges[edges >= 0]
     assert len(edges) > 10 and any(marks["name"] == "step 2")
@@ -165,7 +165,7 @@ def test_downsampling_keeps_the_peak_each_bins_range_and_the_bytes_at_each_edge(
 
 def test_every_row_of_a_timeline_knows_its_step_and_phase(run):
     line = memory.timelines(run)[1]
-    marks = frames.spans(run, 1)
+    marks = timing.spans(run, 1)
     for step in marks[marks["name"].str.startswith("step ")].itertuples():
         inside = line[line["time_ms"].between(step.start_ms, step.end_ms, inclusive="left")]
         assert len(inside) and inside["doing"].str.startswith(step.name).all()
@@ -207,12 +207,12 @@ def test_one_unit_in_a_figure(run):
 
 def test_units_are_decimal():
     sizes = {1_447_292_160: "1.45 GB", 503_377_920: "503 MB", 1_048_576: "1.05 MB", 0: "0.00 MB"}
-    assert {size: style.size_text(size) for size in sizes} == sizes
+    assert {size: words.size_text(size) for size in sizes} == sizes
 
 
 def test_schedule_draws_the_measured_intervals(run):
     fig = ONE["schedule"](run)
-    frame = frames.schedule(run, 0, 1)
+    frame = timing.schedule(run, 0, 1)
     bars = [path for bar in fig.axes[0].collections for path in bar.get_paths()]
     assert len(bars) == len(frame) > 10
     widths = sorted(np.ptp(path.vertices[:, 0]) for path in bars)

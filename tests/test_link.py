@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero1_helpers as z
 from zero1_helpers.measure import link as links
-from zero1_helpers.measure.emulate import Passage, current, emulate, lane, late_share
+from zero1_helpers.measure.emulate import current, emulate
 from zero1_helpers.measure.link import Link, parse_link
+from zero1_helpers.measure.passage import Passage, lane, late_share
 from zero1_helpers.measure.runs import load_run
 
 MB = 1e6

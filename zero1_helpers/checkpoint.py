@@ -31,8 +31,8 @@ from zero1_helpers.checkpoint_files import (
 )
 from zero1_helpers.checks import watchers_of
 from zero1_helpers.ddp import SimpleDDP
-from zero1_helpers.flat import FlatShardedOptimizer
 from zero1_helpers.flat_bucket import MASTER
+from zero1_helpers.flat_optimizer import FlatShardedOptimizer
 from zero1_helpers.partition import by_bytes
 from zero1_helpers.shards import (
     full_state_dict,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zero1_helpers.bucket import TakenGradient
 from zero1_helpers.checks import checksum
-from zero1_helpers.flat import FlatShardedOptimizer
+from zero1_helpers.flat_optimizer import FlatShardedOptimizer
 from zero1_helpers.stepping import instead
 from zero1_helpers.zero import ZeROOne
 

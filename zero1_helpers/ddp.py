@@ -13,18 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero1_helpers import checks
 from zero1_helpers.bucket import Bucket, dense, plan_buckets
-from zero1_helpers.checks import (
-    FORWARD_TOO_EARLY,
-    TORN,
-    broadcast_from_rank0,
-    check_model,
-    saved_buffers,
-    start_equal,
-    unwatch,
-    watch,
-    watchers_of,
-)
 from zero1_helpers.collectives import all_take_part
 from zero1_helpers.hooks import on_gradients
 from zero1_helpers.phases import announce, phase
@@ -58,17 +48,17 @@ class SimpleDDP(nn.Module):
         broadcast_buffers=True,
     ):
         super().__init__()
-        check_model(model, SimpleDDP)
+        checks.check_model(model, SimpleDDP)
         self.module = model
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.broadcast_buffers = broadcast_buffers
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        self._buffer_names = list(saved_buffers(model))
+        self._buffer_names = list(checks.saved_buffers(model))
         self._synchronise = True
         self._unsynced: set[Tensor] = set()  # parameters with gradients of this rank alone
-        start_equal(model, process_group, broadcast_parameters)
-        watch(self, self._names)
+        checks.start_equal(model, process_group, broadcast_parameters)
+        checks.watch(self, self._names)
         self._hooks = on_gradients(self._names, self._on_gradient)
 
     def __getattr__(self, name: str):
@@ -85,7 +75,7 @@ class SimpleDDP(nn.Module):
     def forward(self, *args, **kwargs):
         if self.training and self.broadcast_buffers and self._synchronise:
             buffers = [self.module.get_buffer(name) for name in self._buffer_names]
-            broadcast_from_rank0(buffers, self.process_group)
+            checks.broadcast_from_rank0(buffers, self.process_group)
         with phase("forward"):
             return self.module(*args, **kwargs)
 
@@ -117,7 +107,7 @@ class SimpleDDP(nn.Module):
                     with all_take_part():
                         dist.all_reduce(flat, group=self.process_group)
                     p.grad = flat.view(p.shape)
-                for wrapper in watchers_of(p):  # another model may share it
+                for wrapper in checks.watchers_of(p):  # another model may share it
                     wrapper._unsynced.discard(p)
 
     def unfinished(self) -> str | None:
@@ -126,11 +116,11 @@ class SimpleDDP(nn.Module):
 
     def torn(self) -> str | None:
         """What is wrong, if the last backward did not come to its end."""
-        return TORN if self._in_backward else None
+        return checks.TORN if self._in_backward else None
 
     def remove(self) -> None:
         """Leave the model as it was: no hook of this wrapper is left on it."""
-        unwatch(self)
+        checks.unwatch(self)
         for hook in self._hooks:
             hook.remove()
 
@@ -203,11 +193,11 @@ class SimpleDDPAsync(SimpleDDP):
     def _check_not_open(self) -> None:
         self._check_not_torn()
         if torch.is_grad_enabled() and any(bucket.ready for bucket in self.buckets):
-            raise RuntimeError(FORWARD_TOO_EARLY)
+            raise RuntimeError(checks.FORWARD_TOO_EARLY)
 
     def _check_not_torn(self) -> None:
         if self._in_backward:
-            raise RuntimeError(TORN)
+            raise RuntimeError(checks.TORN)
 
     def abandon_step(self) -> None:
         """End a step whose backward raised; call it on every rank. Its collectives are completed.

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero1_helpers.flat import FlatShardedOptimizer
+from zero1_helpers.flat_optimizer import FlatShardedOptimizer
 from zero1_helpers.memory_math import is_counter
 from zero1_helpers.partition import pieces_of
 from zero1_helpers.zero import ZeROOne

@@ -259,7 +259,7 @@ assert any(behind), "the step changed nothing on the other ranks"
 # As a picture: which tensors are new, on which rank?
 
 # %%
-from zero1_helpers.measure.profiler import environment
+from zero1_helpers.measure.environment import environment
 
 about = environment(device.type == "cuda")
 

@@ -243,8 +243,8 @@ print(f"opt_state on all ranks: {copies:,} B, of which {copies - predicted['opt_
 
 # %%
 # %%local
-from zero1_helpers.report.frames import annotations
 from zero1_helpers.report.memory import get_memory_timeline
+from zero1_helpers.report.timing import annotations
 
 born = run.memory(0).query("category == 'opt_state'")["time_us"]
 phases = annotations(run)
@@ -359,7 +359,7 @@ assert abs(reduce["bytes_sent"] - ring) <= 1
 # %%
 # %%local
 from zero1_helpers.report.figures import schedule_diagram
-from zero1_helpers.report.frames import schedule
+from zero1_helpers.report.timing import schedule
 
 show(schedule_diagram(run))
 

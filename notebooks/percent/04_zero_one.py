@@ -367,7 +367,7 @@ assert moved == {"ddp": 2, "zero1": 3, "yours": 3} and ops["broadcast"]["calls"]
 
 # %%
 # %%local
-from zero1_helpers.report.frames import annotations
+from zero1_helpers.report.timing import annotations
 
 
 def milliseconds(run, phase):

@@ -359,7 +359,7 @@ show(schedule_diagram(run))
 
 # %%
 # %%local
-from zero1_helpers.report.frames import schedule
+from zero1_helpers.report.timing import schedule
 
 rows = schedule(run)
 end = rows.loc[rows["kind"] == "backward", "end_ms"].max()
@@ -403,7 +403,7 @@ show(kernel_breakdown(zero1_async))
 
 # %%
 # %%local
-from zero1_helpers.report.frames import annotations
+from zero1_helpers.report.timing import annotations
 
 for r in (zero1, zero1_async):
     marks = [m[m["name"] == "backward"] for m in (annotations(r, number) for number in range(r.world_size))]

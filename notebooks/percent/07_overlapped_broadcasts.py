@@ -303,7 +303,7 @@ assert run.record["losses"][-1] < run.record["losses"][0]
 
 # %%
 # %%local
-from zero1_helpers.report.frames import annotations
+from zero1_helpers.report.timing import annotations
 
 marks = [annotations(run, rank)["name"] for rank in range(run.world_size)]
 done = [[m.replace("wait", "finish") for m in names if m.startswith(("launch", "wait"))] for names in marks]
@@ -366,8 +366,8 @@ show(figures.memory_timeline(run))
 
 # %%
 # %%local
-from zero1_helpers.report.frames import steps
 from zero1_helpers.report.memory import get_memory_timeline
+from zero1_helpers.report.timing import steps
 
 
 def step_peaks(run):  # MB of grads + buckets

@@ -198,7 +198,7 @@ for rate in rates:
     for name in raced:
         times.append((rate, name, step_seconds(VARIANTS[name].build, VARIANTS[name].after_backward)))
 
-from zero1_helpers.measure.profiler import environment
+from zero1_helpers.measure.environment import environment
 
 about = environment(device.type == "cuda")
 

@@ -105,8 +105,8 @@ assert memory["peak_states"][0] - memory["peak_states"][1] == memory["opt_state"
 
 # %%
 # %%local
-from zero1_helpers.report.frames import spans
 from zero1_helpers.report.memory import get_memory_timeline
+from zero1_helpers.report.timing import spans
 
 
 def most_scratch(run, rank):

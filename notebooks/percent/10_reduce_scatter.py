@@ -276,7 +276,8 @@ assert padding <= 3 * len(plan), "less than one element a rank and bucket"
 
 # %%
 # %%local
-from zero1_helpers.flat import FlatBucket, FlatShardedOptimizer, SimpleDDPReduceScatter
+from zero1_helpers.flat import FlatBucket, SimpleDDPReduceScatter
+from zero1_helpers.flat_optimizer import FlatShardedOptimizer
 
 show_source(SimpleDDPReduceScatter, FlatShardedOptimizer)
 

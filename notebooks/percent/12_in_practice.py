@@ -797,7 +797,7 @@ for name, losses in curves.items():
 # never stopped, whichever class wrote and whichever read.
 
 # %%
-from zero1_helpers.measure.profiler import environment
+from zero1_helpers.measure.environment import environment
 
 about = environment(device.type == "cuda")
 

@@ -423,7 +423,7 @@ def seconds_of(name, steps=1):
 
 
 # %%
-from zero1_helpers.measure.emulate import lane
+from zero1_helpers.measure.passage import lane
 
 floors, times, order = {}, [], list(contenders)
 for name in order:

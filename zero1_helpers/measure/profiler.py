@@ -11,10 +11,7 @@ lies in a folder for temporary files, or `prof.save(folder)` writes it once more
 """
 
 import contextlib
-import datetime
-import importlib.metadata
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -26,8 +23,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 from zero1_helpers import phases
-from zero1_helpers.measure import emulate, runs
+from zero1_helpers.measure import emulate, passage, runs
 from zero1_helpers.measure.blocks import account
+from zero1_helpers.measure.environment import describe_model, environment
 from zero1_helpers.measure.files import RunError
 from zero1_helpers.measure.lanes import lane_view
 from zero1_helpers.measure.ledger import MemoryLedger
@@ -85,7 +83,7 @@ class RunProfiler:
         if self.model is not None and not self.cuda:  # a step's activations, and as much again
             touch_free_memory(20 * nbytes(self.model.parameters()))
         self.profiler.start()
-        emulate.lane.log = self.passages = []
+        passage.lane.log = self.passages = []
         phases.listeners.append(self.ledger)
         self.ledger.look()
         self._began = time.perf_counter()
@@ -109,7 +107,7 @@ class RunProfiler:
     def _stop(self) -> None:
         if self.ledger in phases.listeners:
             phases.listeners.remove(self.ledger)
-            emulate.lane.log = None
+            passage.lane.log = None
             if hasattr(
                 self.optimizer, "receive"
             ):  # a gather that is freed after the profiler's end
@@ -198,7 +196,7 @@ class RunProfiler:
                 "memory": [part["memory"] for part in parts],
                 "predicted": [part["predicted"] for part in parts],
                 "collectives": self.collectives,
-                "late_share": emulate.late_share([part["late"] for part in parts]),
+                "late_share": passage.late_share([part["late"] for part in parts]),
             }
         )
 
@@ -208,7 +206,7 @@ class RunProfiler:
             return trace
         events = [e for e in trace["traceEvents"] if not str(e.get("name")).startswith("gloo:")]
         base = trace["baseTimeNanoseconds"]
-        return trace | {"traceEvents": events + emulate.as_events(self.passages, base)}
+        return trace | {"traceEvents": events + passage.as_events(self.passages, base)}
 
     def _about_model(self) -> dict:
         """What run.json says when the caller did not."""
@@ -237,17 +235,6 @@ class RunProfiler:
             dist.get_rank()
         ]
         return {"params": rank.params, "grads": rank.grads, "opt_state": rank.opt_state}
-
-
-def describe_model(model) -> dict:
-    """{name, parameters, tensors, dtype, source} of a model, wrapped or not."""
-    while not hasattr(model, "zero1_info") and hasattr(model, "module"):
-        model = model.module
-    params = list(model.parameters())
-    info = getattr(model, "zero1_info", {"name": type(model).__name__, "source": "unknown"})
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in params})
-    counts = {"parameters": sum(p.numel() for p in params), "tensors": len(params)}
-    return {"name": info["name"], **counts, "dtype": "+".join(dtypes), "source": info["source"]}
 
 
 def touch_free_memory(size: int) -> None:
@@ -284,26 +271,3 @@ def gather(value) -> list:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def environment(cuda: bool) -> dict:
-    """What a number means nothing without: machine, backend, link, versions, date."""
-    gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else ""
-    packages = {
-        "torch": "torch",
-        "transformers": "transformers",
-        "HTA": "traceinsight",
-        "nbdistributed": "nbdistributed",
-    }
-    versions = {}
-    for name, package in packages.items():
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(package)
-    return {
-        "backend": emulate.transport(),
-        "device": "cuda" if cuda else "cpu",
-        "hardware": gpus or f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "link": str(emulate.current() or "none"),
-        "date": datetime.date.today().isoformat(),
-        "versions": {"python": platform.python_version(), **versions},
-    }

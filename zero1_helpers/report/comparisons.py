@@ -15,14 +15,11 @@ from zero1_helpers.report.style import (
     label_style,
     legend_below,
     new_figure,
-    number_text,
-    overlap_text,
-    size_text,
     stack_bars,
     the_setting,
     themed,
-    unit_for,
 )
+from zero1_helpers.report.words import number_text, overlap_text, size_text, unit_for
 
 
 def before_and_after(before, after, names=("before", "after"), theme: str = "light") -> Figure:

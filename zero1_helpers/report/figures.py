@@ -9,7 +9,7 @@ hardware, ranks, backend, link, date) and `.alt_text`. Units are decimal: 1 MB =
 import numpy as np
 
 from zero1_helpers.measure.runs import Run
-from zero1_helpers.report import frames, memory
+from zero1_helpers.report import frames, memory, timing
 from zero1_helpers.report.style import (
     COLOURS,
     STACK,
@@ -20,15 +20,11 @@ from zero1_helpers.report.style import (
     legend_below,
     mark_peak,
     new_figure,
-    number_text,
-    overlap_text,
-    shortened,
-    size_text,
     stack_bars,
     step_and_phase,
     themed,
-    unit_for,
 )
+from zero1_helpers.report.words import number_text, overlap_text, shortened, size_text, unit_for
 
 # The figures
 
@@ -38,7 +34,7 @@ def memory_timeline(run: Run, rank: int = 0, theme: str = "light") -> Figure:
     frame = memory.get_memory_timeline(run, rank)
     peak = frame.loc[frame["total"].idxmax()]
     scale, unit = unit_for(peak["total"])
-    marks = frames.spans(run, rank)
+    marks = timing.spans(run, rank)
     drawn = memory.downsample(frame, [*marks["start_ms"], *marks["end_ms"]])
     names = [name for name in STACK if frame[name].max() > 0.002 * peak["total"]]
     with themed(theme) as look:
@@ -154,7 +150,7 @@ def kernel_breakdown(run: Run, theme: str = "light", top: int = 10) -> Figure:
     """HTA's kernel breakdown: the kernels that take longest, mean of all ranks, per step."""
     kinds, kernels = frames.kernel_breakdown(run)
     colour = {"COMPUTATION": "compute", "COMMUNICATION": "exposed", "MEMORY": "copies"}
-    count = run.world_size * max(len(frames.steps(run)), 1)
+    count = run.world_size * max(len(timing.steps(run)), 1)
     sums = kernels.groupby(["name", "kernel_type"], sort=False)["sum_us"].sum() / count / 1e3
     sums = sums.reset_index().sort_values(["sum_us", "name"], ascending=[False, True])
     shown, rest = sums.head(top), sums.iloc[top:]
@@ -201,7 +197,7 @@ def schedule_diagram(
     run: Run, rank: int = 0, step: int = 2, theme: str = "light", most: int = 16
 ) -> Figure:
     """[Backward]-[AllReduce]-[Step]-[Broadcast] per bucket, from the measured intervals."""
-    frame = frames.schedule(run, rank, step)
+    frame = timing.schedule(run, rank, step)
     frame = frame.assign(
         start_ms=frame["start_ms"] - frame["start_ms"].min(),
         end_ms=frame["end_ms"] - frame["start_ms"].min(),

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from zero1_helpers.measure.schema import CATEGORIES, STATES
-from zero1_helpers.report.frames import once_per_run, spans
+from zero1_helpers.report.timing import once_per_run, spans
 
 
 def get_memory_timeline(run, rank: int = 0) -> pd.DataFrame:

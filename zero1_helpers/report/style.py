@@ -2,7 +2,6 @@
 
 import base64
 import io
-import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from matplotlib.patches import Patch
 
 from zero1_helpers.measure.files import write_atomic
 from zero1_helpers.measure.runs import Run
-from zero1_helpers.report import frames
+from zero1_helpers.report import timing
+from zero1_helpers.report.words import ink_on, number_text
 from zero1_helpers.training.variants import VARIANTS
 
 WIDTH = 7.2  # inches, whatever the figure: one blog column
@@ -198,7 +198,7 @@ def label_style(look: dict) -> dict:
 
 def draw_steps(ax, run: Run, rank: int, look: dict):
     """Edges of the profiler's steps, and a strip of their phases along the top."""
-    marks = frames.spans(run, rank)
+    marks = timing.spans(run, rank)
     for phase, short in PHASES.items():
         part = marks[marks["name"] == phase]
         spans = list(
@@ -240,7 +240,7 @@ def draw_steps(ax, run: Run, rank: int, look: dict):
 def step_and_phase(run: Run, rank: int, time_ms: float) -> str:
     """Such as " in step 2, backward"; nothing if the trace does not say."""
     names = [
-        m.name for m in frames.spans(run, rank).itertuples() if m.start_ms <= time_ms < m.end_ms
+        m.name for m in timing.spans(run, rank).itertuples() if m.start_ms <= time_ms < m.end_ms
     ]
     return f" in {', '.join(names)}" if names else ""
 
@@ -258,37 +258,6 @@ def in_registry_order(runs) -> list[Run]:
 
 def the_setting(runs) -> str:
     return runs[0].title if len(runs) == 1 else ""
-
-
-def unit_for(most: float) -> tuple[float, str]:
-    return (1e9, "GB") if most >= 1e9 else (1e6, "MB")
-
-
-def ink_on(colour: str) -> str:
-    """Ink that can be read on this colour."""
-    red, green, blue = mpl.colors.to_rgb(colour)
-    return "#101418" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.4 else "#ffffff"
-
-
-def size_text(count: float) -> str:
-    scale, unit = unit_for(count)
-    return f"{number_text(count / scale)} {unit}"
-
-
-def number_text(value: float) -> str:
-    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
-
-
-def overlap_text(pct: float) -> str:
-    return "none" if np.isnan(pct) else f"{pct:.0f} %"
-
-
-def shortened(name: str) -> str:
-    """A kernel's name without return type, namespaces and arguments, at most 30 characters."""
-    if found := re.fullmatch(r"ncclKernel\[(.*)\]", name):
-        return found[1]
-    name = re.sub(r"^void |\(anonymous namespace\)::|at::native::|[<(].*", "", name)
-    return name if len(name) <= 30 else name[:29] + "…"
 
 
 def save(fig: Figure, stem, formats=("svg", "png")) -> list[Path]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from zero1_helpers.ddp import SimpleDDP, SimpleDDPAsync, SimpleDDPBucket
-from zero1_helpers.flat import FlatShardedOptimizer, SimpleDDPReduceScatter
+from zero1_helpers.flat import SimpleDDPReduceScatter
+from zero1_helpers.flat_optimizer import FlatShardedOptimizer
 from zero1_helpers.overlap import SimpleDDPBucketAsync
 from zero1_helpers.partition import by_bytes
 from zero1_helpers.training.loop import flush_wait_receive, flush_wait_step, sync_step, wait_step
