@@ -16,6 +16,7 @@ import torch.distributed as dist
 import transformers
 from datasets.arrow_writer import ArrowWriter
 
+from zero1_helpers.measure.environment import describe_model
 from zero1_helpers.training import workload
 from zero1_helpers.training.presets import PRESETS, get_preset, set_seed
 from zero1_helpers.training.workload import (
@@ -23,7 +24,6 @@ from zero1_helpers.training.workload import (
     DATA_NAME,
     MODEL_NAME,
     describe_data,
-    describe_model,
     get_dataloader,
     get_dataset,
     get_sentence_pairs,
