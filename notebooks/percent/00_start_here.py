@@ -213,35 +213,18 @@ print("still here")
 #
 # ## Is this machine ready?
 #
-# First the software: every requirement of `zero1_helpers`, against what is installed.
+# `doctor` looks at Python, the packages, cores, memory, the loopback interface, GPUs and the hub. It prints a line for each,
+# and after an arrow what you can do. `zero1 doctor` in a shell prints the same.
 
 # %%
 # %%local
-from importlib.metadata import PackageNotFoundError, requires, version
+from zero1_helpers.ranks.doctor import doctor
 
-from packaging.requirements import Requirement
-
-
-def fits(need):
-    try:
-        return need.specifier.contains(version(need.name), prereleases=True)
-    except PackageNotFoundError:
-        return False
-
-
-# %%
-# %%local
-groups = ("figures", "notebooks")  # the optional packages that this series needs; DeepSpeed is not among them
-needs = [need for need in map(Requirement, requires("zero1_helpers"))
-         if need.marker is None or any(need.marker.evaluate({"extra": group}) for group in groups)]
-wrong = [str(need) for need in needs if not fits(need)]
-assert not wrong, f"run `make install`; missing, too old or too new: {', '.join(wrong)}"
-for name in ("torch", "transformers", "datasets", "nbdistributed", "traceinsight"):
-    print(f"{name:<14}{version(name)}")
+assert doctor(), "mend the lines that begin with FIX"
 
 # %% [markdown]
-# HolisticTraceAnalysis (HTA), which the post uses for its charts, is published as `traceinsight` now. Next, the
-# hardware:
+# A line that begins with `note` limits something, and nothing has to be mended. The next cells look at what the ranks make
+# of this hardware:
 
 # %%
 # %%local
