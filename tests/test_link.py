@@ -18,6 +18,7 @@ from zero1_helpers.measure.emulate import current, emulate
 from zero1_helpers.measure.link import Link, parse_link
 from zero1_helpers.measure.passage import Passage, lane, late_share
 from zero1_helpers.measure.runs import load_run
+from zero1_helpers.training.record import auto_link
 
 MB = 1e6
 
@@ -289,7 +290,7 @@ def record_on_a_link(rank, world_size, folder):
     z.record("ddp", "tiny", 2, folder / "plain")
     z.use_link(folder=folder, preset="tiny")  # that of the latest run over a link
     assert str(current()) == str(links.PRESETS["nvlink"])
-    link = z.training.auto_link("tiny", steps=1)
+    link = auto_link("tiny", steps=1)
     assert link == replace(parse_link(str(link)), source=link.source)  # as it will be written
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {rank}
     return link.bandwidth, link.latency, cores

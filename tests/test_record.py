@@ -275,7 +275,7 @@ def test_a_rank_that_fails_is_said_in_one_line(tmp_path):
             "'flat-master'; small can be",
         ),
         (["record", "--variant", "ddp", "--preset", "huge"], "unknown preset 'huge'"),
-        (["record", "--variant", "ddp", "--ranks", "0"], "are 1 or more"),
+        (["record", "--variant", "ddp", "--ranks", "0"], "--ranks"),
         (["record", "--variant", "ddp", "--out", "FOREIGN"], "is not a run, and not empty"),
         (["figures", "--runs", "EMPTY"], "no recorded run"),
         (["report", "--runs", "EMPTY"], "no recorded run"),

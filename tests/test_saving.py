@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zero1_helpers as z
-from zero1_helpers.measure import files, profiler, runs, trace
+from zero1_helpers.measure import environment, files, runs, trace
 from zero1_helpers.measure.runs import RunError, load_run
 
 
@@ -97,7 +97,7 @@ def odd_facts(rank, world_size, folder):
     some_steps(".", variant="data@home", title="a $x$ | <b>")
     os.makedirs("data@host #1\n", exist_ok=True)
     some_steps("data@host #1\n")
-    metadata = profiler.importlib.metadata
+    metadata = environment.importlib.metadata
     found, metadata.version = metadata.version, lambda name: metadata.distribution("no-such-thing")
     try:
         some_steps("none")

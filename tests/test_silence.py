@@ -163,7 +163,7 @@ def groups(rank, world_size):
     refused(lambda: ZeROOne(SGD(model.parameters(), lr=0.1)), "process group")
     refused(lambda: ZeROOne(SGD(model.parameters(), lr=0.1), process_group=other), "process group")
     late = ZeROOne(SGD(make(MLP).parameters(), lr=0.1), process_group=other)
-    SimpleDDP(nn.ParameterList(late.params), process_group=mine)
+    wrapped = SimpleDDP(nn.ParameterList(late.params), process_group=mine)
     refused(late.step, "process group")
     sharded = ShardedOptimizer(SGD, make(MLP), lr=0.1, process_group=other)
     params = nn.ParameterList(sharded.params)

@@ -170,8 +170,8 @@ def test_the_plan_predicts_the_recorded_steps(recorded):
         model["parameters"], compute, "fp32", model["tensors"], preset.bucket_cap_mb, embedding
     )
     predicted = plan(work, 4, Network(parse_link(runs["ddp"].record["link"])))["step_s"]
-    measured = {name: step_seconds(runs[name]) for name in predicted.index}
-    assert measured == {name: pytest.approx(s, rel=0.2) for name, s in predicted.items()}
+    measured = {name: step_seconds(run) for name, run in runs.items()}
+    assert measured == {name: pytest.approx(predicted[name], rel=0.2) for name in runs}
 
 
 def test_the_readme_shows_the_report_of_these_runs(recorded):

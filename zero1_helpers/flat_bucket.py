@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero1_helpers import streams
 from zero1_helpers.bucket import TakenGradient, dense, settle
 from zero1_helpers.collectives import all_gather, reduce_scatter, wait
 from zero1_helpers.flat_layout import FlatLayout
@@ -99,6 +100,11 @@ class FlatGradients:
         self.mine = torch.empty_like(self.grads[self.layout.slice])
         announce("buckets", [self.mine])
         self.work = reduce_scatter(self.mine, self.grads, group=process_group, async_op=True)
+
+    @property
+    def indexed(self) -> bool:
+        """Whether it keeps the places at which pieces begin, 8 bytes each, for steps that use all of them."""
+        return self._heads is not None
 
     def _mark_used(self) -> None:
         """Leave no -0.0 where the pieces of gradients begin: 0.0 is added to one element of each."""
@@ -241,6 +247,12 @@ class FlatBucket(FlatPieces):
                 if type(p) is Arriving:
                     p.__class__ = nn.Parameter
                     del p.arrives_in
+
+    def __del__(self):
+        # Whoever drops a bucket gives its memory back to the stream that computes. That stream first waits
+        # for a gather that still writes there.
+        if self.gather is not None and streams.on_gpu(self.weights):
+            self.gather.wait()
 
     def guard(self) -> None:
         if self.gather is None:

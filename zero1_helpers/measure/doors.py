@@ -40,6 +40,8 @@ def guard_groups(note=lambda message: None) -> None:
         if store is not None:  # None: this rank is not in the group
             listeners, pairs = sockets()
             doors = {number: listeners[number] for number in listeners.keys() - before}
+            if not doors:  # not gloo's: nobody could have connected to this rank
+                return group, store
             for number in doors:
                 if problem := stop_listening(number):
                     note(
