@@ -8,7 +8,7 @@
 #
 # **Goal.** Know what a rank is, predict what a collective leaves on each of them, and see whether this machine is ready.
 #
-# **Time.** Not measured yet.
+# **Time.** About 15 minutes to read, about 25 seconds to run on 2 cores.
 
 # %%
 # %load_ext zero1_helpers

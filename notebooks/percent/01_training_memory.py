@@ -6,7 +6,7 @@
 #
 # **Goal.** Predict the bytes of `params`, `grads` and `opt_state` on each rank, and find exactly these bytes in a model.
 #
-# **Time.** Not measured yet.
+# **Time.** About 15 minutes to read, about 35 seconds to run on 2 cores.
 
 # %%
 # %load_ext zero1_helpers

@@ -3,7 +3,7 @@
 #
 # **Goal.** Measure plain data parallelism, its bytes and its time, so that every later variant has something to be compared with.
 #
-# **Time.** Not measured yet.
+# **Time.** About 20 minutes to read, about 55 seconds to run on 2 cores.
 #
 # 02 sharded an optimizer by hand. Before that becomes a class we need a yardstick, and the tools to read it: a profiler, a memory timeline, and the three charts of HolisticTraceAnalysis (HTA).
 

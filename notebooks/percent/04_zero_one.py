@@ -3,7 +3,7 @@
 #
 # **Goal.** Turn the hand-made steps of notebook 02 into an optimizer class, and measure what it saves and what it costs.
 #
-# **Time.** Not measured yet.
+# **Time.** About 20 minutes to read, about 65 seconds to run on 2 cores.
 
 # %%
 # %load_ext zero1_helpers

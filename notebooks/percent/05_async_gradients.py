@@ -3,7 +3,7 @@
 #
 # **Goal.** Start the all-reduce of each gradient as soon as backward has made it, so that communication runs behind the rest of backward.
 #
-# **Time.** Not measured yet.
+# **Time.** About 20 minutes to read, about 65 seconds to run on 2 cores.
 #
 # So far a rank finishes backward, then communicates:
 #

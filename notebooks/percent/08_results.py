@@ -3,7 +3,7 @@
 #
 # **Goal.** Put every variant beside the others, and beside the post's numbers, and account for each difference.
 #
-# **Time.** Not measured yet.
+# **Time.** About 15 minutes to read, about 80 seconds to run on 2 cores.
 
 # %%
 # %load_ext zero1_helpers

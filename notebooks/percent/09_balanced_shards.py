@@ -6,7 +6,7 @@
 #
 # **Goal.** Find the missing part, and split so that the fullest rank holds no more than its share.
 #
-# **Time.** Not measured yet.
+# **Time.** About 20 minutes to read, about 65 seconds to run on 2 cores.
 
 # %%
 # %load_ext zero1_helpers
@@ -252,7 +252,7 @@ def one_step(partition):
 # %%
 measured = {name: one_step(partition) for name, partition in partitions.items()}
 predicted = {name: predict(new_model(), torch.optim.Adam, world_size, partition)[rank].opt_state
-             for name, partition in partitions.items()}  # fmt: skip
+             for name, partition in partitions.items()}
 print(measured)
 assert measured == predicted, "1 B off is a bug"
 
@@ -387,7 +387,7 @@ ax.spines[["top", "right"]].set_visible(False)
 # %%local
 fig.title = "How far the fullest rank is above the mean"
 fig.caption = (f"SmolLM2-360M, {len(sizes)} tensors, the largest with {max(sizes):,} elements. From {turn:.1f} ranks on, "
-               "whole tensors cannot be fair. Arithmetic, no measurement.")  # fmt: skip
+               "whole tensors cannot be fair. Arithmetic, no measurement.")
 ends = ", ".join(f"{name} {values[-1]:.2f}" for name, values in lines.items())
 fig.alt_text = f"Three lines and a bound over 1 to {worlds[-1]} ranks, times the mean shard. At {worlds[-1]} ranks: {ends}."
 style.show(fig)

@@ -3,7 +3,7 @@
 #
 # **Goal.** Train a bf16 model with an fp32 copy of its weights, of which each rank keeps only its slice.
 #
-# **Time.** Not measured yet.
+# **Time.** About 20 minutes to read, about 125 seconds to run on 2 cores.
 
 # %%
 # %load_ext zero1_helpers

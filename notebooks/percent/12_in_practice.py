@@ -7,7 +7,7 @@
 # **Goal.** Put each of these into one training loop, for all three sharded optimizers, and see where the obvious code
 # goes wrong without a word.
 #
-# **Time.** Not measured yet.
+# **Time.** About 30 minutes to read, about 50 seconds to run on 2 cores.
 
 # %%
 # %load_ext zero1_helpers

@@ -8,7 +8,7 @@
 # **Goal.** Compare them with this series' classes, parameter by parameter, byte by byte and message by message; then
 # know what to change to move to one of them, and when not to shard the optimizer at all.
 #
-# **Time.** Not measured yet.
+# **Time.** About 25 minutes to read, about 60 seconds to run on 2 cores.
 
 # %%
 # %load_ext zero1_helpers
