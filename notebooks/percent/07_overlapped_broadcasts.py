@@ -6,7 +6,7 @@
 #
 # **Goal.** Step and broadcast each bucket while backward still runs, in one order on all ranks, and see what it costs.
 #
-# **Time.** About 20 minutes to read, about 75 seconds to run on 2 cores.
+# **Time.** About 20 minutes to read, about 50 seconds to run on 2 cores.
 
 # %%
 # %load_ext zero1_helpers
@@ -401,8 +401,8 @@ states = {name: [m["peak_states"] / 1e6 for m in runs[name].record["memory"]] fo
 for name, values in states.items():
     print(f"{name:14} states at their peak, MB:", *(f"{value:.2f}" for value in values))
 assert sum(states["zero1-overlap"]) < sum(states["zero1-bucket"]), "so the peak of the states should fall"
-for memory, predicted in zip(run.record["memory"], run.record["predicted"], strict=True):
-    assert memory["grads"] < predicted["grads"], "never all gradients at once"
+for held, predicted in zip(run.record["memory"], run.record["predicted"], strict=True):
+    assert held["grads"] < predicted["grads"], "never all gradients at once"
 
 # %% [markdown]
 # That is the gain. The price is in there too: while bucket $k$ is packed it exists twice, and bucket $k-1$ is still on
